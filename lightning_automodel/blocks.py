@@ -1,0 +1,48 @@
+"""Finds the structure of a model: its repeated blocks and the modules above them, without a list of classes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost repeated blocks by their qualified names, in the order of registration.
+
+    In transformers a block is a ``GradientCheckpointingLayer`` (280 of 284 language models). A module without any, of
+    one's own or of another library, has for blocks the members of its module lists that hold parameters.
+    """
+    blocks = dict(_outermost(model, lambda module, _: isinstance(module, GradientCheckpointingLayer)))
+    return blocks or dict(_outermost(model, lambda module, parent: isinstance(parent, nn.ModuleList)))
+
+
+def last_blocks(model: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
+    """Names of the blocks that end a module list: what runs last in the forward pass and first in the backward."""
+    by_list: dict[str, str] = {}
+    for name in blocks:
+        by_list[name.rpartition(".")[0]] = name
+    return set(by_list.values())
+
+
+def outermost(names: list[str], name: str) -> str | None:
+    """The one of ``names`` (module prefixes, none inside another) that contains ``name``, if any."""
+    parts = name.split(".")
+    known = set(names)
+    return next((p for i in range(1, len(parts) + 1) if (p := ".".join(parts[:i])) in known), None)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model inside ``model`` (heads, widths), or ``None`` for a module without a config."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+
+
+def _outermost(model: nn.Module, accept: object, prefix: str = "", parent: nn.Module | None = None) -> Iterator:
+    if prefix and accept(model, parent) and next(model.parameters(), None) is not None:  # type: ignore[operator]
+        yield prefix, model
+        return
+    for name, child in model.named_children():
+        yield from _outermost(child, accept, f"{prefix}.{name}" if prefix else name, model)

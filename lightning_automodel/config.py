@@ -1,0 +1,117 @@
+"""The switches of the strategies, as frozen dataclasses that YAML and the command line reach. Sizes are not here."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+_COMING = {
+    "sequence_parallel": False,
+    "patch_is_packed_sequence": False,
+    "offload_policy": None,
+    "autocast_dtype": None,
+    "activation_checkpointing": False,
+    "activation_checkpointing_scope": "all",
+    "enable_async_tensor_parallel": False,
+    "enable_compile": False,
+    "frozen_tower_policy": "root",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Config:
+    """Switches of :class:`~lightning_automodel.FSDP2TPStrategy` (``docs``: what each is worth).
+
+    Attributes:
+        sequence_parallel: residual stream sharded on the sequence over tp. Not available yet.
+        tp_plan: rules that complete or override the model's own tensor-parallel plan: a dict of name pattern to style
+            name, or the import path of one or of a function ``model -> dict``.
+        patch_is_packed_sequence: static shapes for compile. Not available yet.
+        mp_policy: FSDP2's ``MixedPrecisionPolicy``, or its fields as a dict of dtype names from YAML. ``None`` follows
+            ``Trainer(precision=...)``.
+        offload_policy: FSDP2's ``CPUOffloadPolicy``. Not available yet.
+        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass. Not available yet.
+        activation_checkpointing: recompute activations in the backward pass. Not available yet.
+        activation_checkpointing_scope: which parts of a composite model. Not available yet.
+        defer_fsdp_grad_sync: gradients are reduced over the data ranks on the last micro-batch of a step only;
+            ``False`` reduces at every micro-batch, which keeps sharded gradients only.
+        reshard_after_forward: ``None``: all blocks but the last; ``True``, ``False`` or an int override, as in FSDP2.
+        backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
+        enable_async_tensor_parallel: overlap of communication and matmul. Not available yet.
+        enable_compile: compile each block. Not available yet.
+        enable_fsdp2_prefetch: explicit prefetch chains between blocks.
+        fsdp2_backward_prefetch_depth: blocks gathered ahead in the backward pass; 2 hides the gather, 1 saves memory.
+        fsdp2_forward_prefetch_depth: blocks gathered ahead in the forward pass.
+        frozen_tower_policy: how frozen towers of composite models are sharded. Not available yet.
+    """
+
+    sequence_parallel: bool = False
+    tp_plan: dict[str, str] | str | None = None
+    patch_is_packed_sequence: bool = False
+    mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
+    offload_policy: CPUOffloadPolicy | None = None
+    autocast_dtype: str | None = None
+    activation_checkpointing: bool | str = False
+    activation_checkpointing_scope: str | list[str] = "all"
+    defer_fsdp_grad_sync: bool = True
+    reshard_after_forward: bool | int | None = None
+    backend: str | None = None
+    enable_async_tensor_parallel: bool = False
+    enable_compile: bool = False
+    enable_fsdp2_prefetch: bool = True
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+    frozen_tower_policy: str = "root"
+
+    def __post_init__(self) -> None:
+        for name, default in _COMING.items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"FSDP2Config({name}={getattr(self, name)!r}) is not available in this version; "
+                    f"leave {name} at {default!r}"
+                )
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"FSDP2Config({name}={getattr(self, name)}) must be at least 1; "
+                    "enable_fsdp2_prefetch=False turns prefetching off"
+                )
+        resolve_mp_policy(self.mp_policy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; values are not copied."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
+    """Turns the fields of a policy, with dtypes as names such as ``"bfloat16"``, into FSDP2's object.
+
+    Raises:
+        ValueError: for a field or a dtype that does not exist.
+    """
+    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    known = {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
+    if unknown := set(policy) - known:
+        raise ValueError(
+            f"mp_policy has no field {', '.join(sorted(unknown))}; its fields are {', '.join(sorted(known))}"
+        )
+    fields: dict[str, Any] = {k: resolve_dtype(v) if k.endswith("dtype") else v for k, v in policy.items()}
+    return MixedPrecisionPolicy(**fields)
+
+
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """``"bfloat16"`` or ``"torch.bfloat16"`` to the dtype of that name.
+
+    Raises:
+        ValueError: if torch has no such dtype.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype of torch; write for example 'bfloat16' or 'float32'")
+    return found

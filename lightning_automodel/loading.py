@@ -1,0 +1,183 @@
+"""Brings weights to where they belong: each rank reads or draws them, and keeps its own part.
+
+``from_pretrained`` under :func:`sharded_loading`::
+
+    transformers builds on meta -> our parallelize -> transformers reads, for each DTensor, the rank's slices
+                                                   -> what the files lack is drawn whole, equal on all ranks, and sliced
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_automodel._compat import local_slice, patched_pretrained_loading
+
+Parallelize = Callable[[PreTrainedModel], Any]
+
+
+@contextmanager
+def sharded_loading(parallelize: Parallelize, device: torch.device) -> Generator[None, None, None]:
+    """Within this context ``from_pretrained`` calls ``parallelize`` between building on meta and reading weights.
+
+    Args:
+        parallelize: makes the model parallel in place, ties included.
+        device: where each rank's parameters and the buffers go.
+    """
+
+    def load(
+        original: Callable, model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any
+    ) -> Any:
+        ties = tie_groups(_tie(model))
+        parallelize(model)
+        result = original(model, state_dict, files, replace(load_config, device_map={"": device}), *args)
+        model.__dict__["_ties_of_lightning_automodel"] = ties
+        return result
+
+    def initialize(original: Callable, model: PreTrainedModel, *args: Any) -> None:
+        initialize_missing(model, lambda: original(model, *args))
+
+    def finalize(original: Callable, model: PreTrainedModel, load_config: Any, *args: Any) -> Any:
+        result = original(model, replace(load_config, device_map={"": device}), *args)
+        _check_ties(model, model.__dict__.pop("_ties_of_lightning_automodel", []))
+        return result
+
+    with patched_pretrained_loading(load=load, initialize=initialize, finalize=finalize):
+        yield
+
+
+def initialize_missing(model: nn.Module, initialize: Callable[[], None]) -> None:
+    """Runs ``initialize`` with every DTensor parameter that has no value yet as a whole tensor, then slices it.
+
+    Whole, because initialization depends on shapes and random numbers must be those of one device. Rank 0's count.
+    """
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    owners: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False):
+                if parameter not in whole:
+                    whole[parameter] = nn.Parameter(
+                        torch.empty(parameter.shape, dtype=parameter.dtype, device=_real_device(parameter)),
+                        requires_grad=parameter.requires_grad,
+                    )
+                owners.append((module, name, parameter))
+    for module, name, parameter in owners:
+        module._parameters[name] = whole[parameter]
+    initialize()
+    sliced = {parameter: _slice_like(value, parameter) for parameter, value in whole.items()}
+    for module, name, parameter in owners:
+        module._parameters[name] = sliced[parameter]
+
+
+def _slice_like(value: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
+    assert isinstance(like, DTensor)
+    broadcast(value.data, like.device_mesh)
+    new = nn.Parameter(local_slice(value.data, like), requires_grad=value.requires_grad)
+    new.__dict__.update(value.__dict__)
+    return new
+
+
+def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives real parameters and buffers the values that rank 0 has, one tensor at a time.
+
+    Weights drawn at random differ between ranks unless everybody seeded alike; a slice of each would be a model that
+    nobody drew.
+    """
+    if dist.get_world_size() == 1:
+        return
+    for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
+            broadcast(tensor.data, mesh)
+
+
+def broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Overwrites ``tensor`` with rank 0's, through the device that the mesh communicates on."""
+    if dist.get_world_size() == 1 or tensor.numel() == 0:
+        return
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
+    staged = tensor.to(device).contiguous()
+    dist.broadcast(staged, src=0)
+    tensor.copy_(staged)
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point parameters to ``dtype`` in place, except those that the model wants in float32.
+
+    Buffers keep their dtype: rotary frequencies in bfloat16 are 1.8 rad off at position 4096.
+    """
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
+    lenient = getattr(model, "_keep_in_fp32_modules", None) or set() if dtype == torch.float16 else set()
+    keep = {*strict, *lenient} if dtype in (torch.float16, torch.bfloat16) else set()
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            wanted = torch.float32 if any(part in name for part in keep) else dtype
+            if parameter.dtype != wanted:
+                parameter.data = parameter.data.to(wanted)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Gives a model that is still on the meta device its initial weights, as its author initializes them.
+
+    Raises:
+        ValueError: naming the module, if a plain ``nn.Module`` holds parameters and has no ``reset_parameters``.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    with torch.no_grad():
+        initialize_missing(model, lambda: _initialize(model))
+
+
+def _initialize(model: nn.Module) -> None:
+    if isinstance(model, PreTrainedModel):
+        model.initialize_weights()
+        model.tie_weights(recompute_mapping=False)
+        return
+    for name, module in model.named_modules():
+        if reset := getattr(module, "reset_parameters", None):
+            reset()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or type(model).__name__} ({type(module).__name__}) was built on the meta device and has no "
+                "reset_parameters() to give its parameters values; add one, or build it outside of torch.device('meta')"
+            )
+
+
+# ---- ties ------------------------------------------------------------------------------------------------------------
+
+
+def tie_groups(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _tie(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers ties after loading; sharding must know before."""
+    model.tie_weights(recompute_mapping=False)
+    return model
+
+
+def _check_ties(model: PreTrainedModel, groups: list[list[str]]) -> None:
+    for names in groups:
+        if len({id(model.get_parameter(name)) for name in names}) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} of {type(model).__name__} are tied by its config, but the checkpoint holds "
+                "different values for them; pass a config with tie_word_embeddings=False"
+            )
+
+
+def _real_device(parameter: DTensor) -> torch.device:
+    local = parameter.to_local()
+    return torch.device(parameter.device_mesh.device_type) if local.is_meta else local.device

@@ -1,0 +1,161 @@
+"""What a plan means for every parameter and module of a model: a pure function of the model's structure.
+
+The rules are those that were exact for every family (the letters are used in the comments below):
+
+* A. Where whole values meet split ones, the gradient of the whole value is a partial sum.
+* B. Collectives surround the *boundary child* of a block (attention, feed-forward): everything inside works on slices.
+* C. Outside of boundaries a whole parameter has a whole gradient unless its style says otherwise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_automodel.blocks import CONTAINERS, find_blocks, outermost, text_config
+from lightning_automodel.plans.selection import Plan
+from lightning_automodel.styles import STYLES, Enter, Leave, Style, style_of
+
+_INSIDE_BOUNDARY = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How one parameter lies on the tp axis.
+
+    Attributes:
+        placement: of the stored parameter.
+        gradient: of the gradient that the backward pass gives for it.
+        on_first_rank: the value counts on the first rank only (a bias that is added to partial sums).
+    """
+
+    placement: Placement
+    gradient: Placement
+    on_first_rank: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """The collectives around one module."""
+
+    enter: Enter = Enter.NONE
+    leave: Leave = Leave.NONE
+    all_inputs: bool = False
+
+
+@dataclass
+class Layout:
+    """The whole model: every parameter by name, and the modules that take collectives."""
+
+    parameters: dict[str, ParameterLayout] = field(default_factory=dict)
+    modules: dict[str, ModuleLayout] = field(default_factory=dict)
+    boundaries: list[str] = field(default_factory=list)
+
+
+def derive_layout(model: nn.Module, plan: Plan) -> Layout:
+    """Applies the rules above to ``model``, whose parameters may be on the meta device.
+
+    Raises:
+        ValueError: for a style that is not known, or tied parameters whose styles contradict each other.
+    """
+    structure = _Structure(model, plan)
+    layout = Layout(boundaries=[b for block in find_blocks(model) for b in structure.boundaries(block)])
+    for name, style in structure.module_styles.items():
+        if outermost(layout.boundaries, name) is None:
+            layout.modules[name] = ModuleLayout(style.enter, style.leave)
+    for name in layout.boundaries:
+        layout.modules[name] = ModuleLayout(Enter.COPY, Leave.REDUCE, all_inputs=True)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = outermost(layout.boundaries, name) is not None
+        layout.parameters[name] = _parameter_layout(name, parameter, structure.parameter_styles.get(name), inside)
+    return layout
+
+
+def _parameter_layout(name: str, parameter: nn.Parameter, style: Style | None, inside: bool) -> ParameterLayout:
+    placement = style.placement(name.rpartition(".")[2], parameter.ndim) if style else Replicate()
+    if not placement.is_replicate():
+        return ParameterLayout(placement, placement)
+    row_bias = style is not None and style.is_row
+    partial = inside or row_bias or (style is not None and style.partial)
+    return ParameterLayout(placement, Partial() if partial else Replicate(), on_first_rank=row_bias)
+
+
+class _Structure:
+    """A model seen through its plan: the style of each module and parameter, ties resolved."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.modules = dict(model.named_modules())
+        self.hidden_size = getattr(text_config(model), "hidden_size", None)
+        self.module_styles: dict[str, Style] = {}
+        self.parameter_styles: dict[str, Style] = {}
+        for name in self.modules:
+            if name and (rule := plan.rule_for(name)):
+                self.module_styles[name] = style_of(plan.rules[rule], rule)
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            rule = plan.rule_for(name) or plan.rule_for(name.rpartition(".")[0])
+            if rule:
+                self.parameter_styles[name] = style_of(plan.rules[rule], rule)
+        self._share_styles_of_ties(model)
+
+    def _share_styles_of_ties(self, model: nn.Module) -> None:
+        """Rule G: tied parameters take one style if any of them has one."""
+        groups: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        for names in groups.values():
+            styles = {
+                self.parameter_styles[n].name: self.parameter_styles[n] for n in names if n in self.parameter_styles
+            }
+            if len(names) > 1 and styles:
+                self._tie(names, list(styles.values()))
+
+    def _tie(self, names: list[str], styles: list[Style]) -> None:
+        placements = {style.placement(names[0].rpartition(".")[2], 2) for style in styles}
+        if len(placements) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are tied, but the plan places them differently "
+                f"({', '.join(style.name for style in styles)}); give them styles with the same placement"
+            )
+        for name in names:
+            if name in self.parameter_styles:
+                continue
+            owner = name.rpartition(".")[0]
+            embedding = isinstance(self.modules[owner], nn.Embedding)
+            style = STYLES["embedding_rowwise" if embedding else "colwise_gather_output"]
+            self.parameter_styles[name] = self.module_styles[owner] = style
+
+    def boundaries(self, block: str) -> Iterator[str]:
+        """Rule B: the outermost children of a block that can work on slices alone."""
+        for child, _ in self.modules[block].named_children():
+            yield from self._boundaries_below(f"{block}.{child}")
+
+    def _boundaries_below(self, name: str) -> Iterator[str]:
+        module = self.modules[name]
+        styles = self._styles_below(name)
+        if not styles:
+            return
+        columns = any(style.is_column for style in styles)
+        rows = any(style.is_row for style in styles)
+        known = {style.name for style in styles} <= _INSIDE_BOUNDARY
+        if not isinstance(module, CONTAINERS) and known and columns and rows and self._is_closed(name):
+            yield name
+            return
+        for child, _ in module.named_children():
+            yield from self._boundaries_below(f"{name}.{child}")
+
+    def _styles_below(self, name: str) -> list[Style]:
+        prefix = f"{name}."
+        styles = [s for n, s in self.module_styles.items() if n == name or n.startswith(prefix)]
+        return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]
+
+    def _is_closed(self, name: str) -> bool:
+        """No whole parameter below writes the residual width, so every contribution to the output is a partial sum."""
+        for parameter_name, parameter in self.modules[name].named_parameters():
+            if f"{name}.{parameter_name}" in self.parameter_styles or parameter.ndim == 0:
+                continue
+            width = parameter.shape[-2] if parameter.ndim >= 2 else parameter.shape[-1]
+            if width == self.hidden_size:
+                return False
+        return True

@@ -1,0 +1,239 @@
+"""The Lightning strategy for tensor parallelism with FSDP2: hooks that call the parallelizer."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_automodel._compat import default_timeout, optimizers_to_device, root_mesh
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.loading import materialize, sharded_loading
+from lightning_automodel.mesh import DP, DP_CP, TP, AutoSize, MeshSizes, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.sharding import fsdp_roots, reshard
+from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
+from lightning_automodel.strategies.random_state import share_random_state
+from lightning_automodel.strategies.units import Unit, find_units, unwrap_compiled
+
+
+class FSDP2TPStrategy(ModelParallelStrategy):
+    """Trains any Hugging Face model tensor-parallel and sharded by FSDP2, with the numbers of one device.
+
+    What ``configure_model`` (or ``__init__``) builds is made parallel. The sizes multiply to the number of processes::
+
+        dp_replicate x dp_shard x cp x tp = devices x num_nodes
+
+    Args:
+        tp: ranks that split each layer's matrices; they see the same batch.
+        cp: ranks that split each sequence. Not available yet: 1.
+        dp_shard: ranks that see different samples and share the parameters among them; ``"auto"``: what remains.
+        dp_replicate: groups of ranks that each hold all shards (hybrid sharding).
+        config: all other switches.
+        save_distributed_checkpoint: a folder with a part per rank (``True``), or one plain Lightning file.
+        process_group_backend: "nccl", "gloo" or one per device type; ``None``: what ``config.backend`` says.
+        timeout: of every collective.
+
+    Raises:
+        ValueError: if a size is not positive, or not available.
+    """
+
+    strategy_name = "fsdp2_tp"
+
+    def __init__(
+        self,
+        tp: int = 1,
+        cp: int = 1,
+        dp_shard: AutoSize = "auto",
+        dp_replicate: int = 1,
+        config: FSDP2Config | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_timeout,
+    ) -> None:
+        self.config = config or FSDP2Config()
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend or self.config.backend,
+            timeout=timeout,
+        )
+        self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+        self._check_requested()
+
+    def _check_requested(self) -> None:
+        fixed = {name: size for name, size in self._requested.items() if size != "auto"}
+        sizes = resolve_sizes(_product(fixed), **fixed)
+        if sizes.cp > 1:
+            raise ValueError(f"cp={sizes.cp}: context parallelism is not available in this version; use cp=1")
+
+    # ---- sizes, mesh and groups --------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The size of each axis, resolved against the number of processes."""
+        return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that see different samples."""
+        return axis(self.device_mesh, DP).size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank sees."""
+        return axis(self.device_mesh, DP).get_local_rank()
+
+    @property
+    def data_group(self) -> ProcessGroup:
+        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
+        return axis(self.device_mesh, DP_CP).get_group()
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """Ranks that see the same samples."""
+        return axis(self.device_mesh, TP).get_group()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        _ = self.sizes  # an error here comes before any process is started
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        if self._device_mesh is None:
+            self._device_mesh = build_mesh(self.sizes, self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+        share_random_state(self.tp_group)
+
+    # ---- precision ---------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> FSDP2Precision:
+        """What ``Trainer(precision=...)`` asked for, as FSDP2 does it."""
+        return convert_precision(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # Nothing is set before the Trainer does: it takes a plugin that a strategy brings for the user's choice.
+        self._precision_plugin = None if plugin is None else convert_precision(plugin)
+
+    # ---- building the model ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Neither a default device nor a default dtype: transformers builds on meta by itself, plain layers need real
+        # weights, and buffers must keep their dtype.
+        with torch.device("meta") if empty_init else torch.device("cpu"):
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with sharded_loading(self._parallelize, self.root_device):
+            yield
+
+    def _parallelize(self, module: nn.Module) -> None:
+        precision = self.precision_plugin
+        parallelize(
+            module, self.device_mesh, self.config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype
+        )
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        unwrap_compiled(self.model)
+        self._setup_units(find_units(self.model))
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _setup_units(self, units: list[Unit]) -> None:
+        tp = self.sizes.tp
+        if tp > 1 and not any(unit.is_pretrained for unit in units):
+            raise ValueError(
+                f"tp={tp}, but {type(self.lightning_module).__name__} holds no Hugging Face model with a "
+                "tensor-parallel plan; use tp=1"
+            )
+        for unit in units:
+            if unit.is_sharded:
+                self._check_mesh(unit)
+                continue
+            self._parallelize(unit.module)
+            if any(p.is_meta for p in unit.module.parameters()):
+                materialize(unit.module, self.root_device)
+
+    def _check_mesh(self, unit: Unit) -> None:
+        parameter = next(unit.module.parameters())
+        assert isinstance(parameter, DTensor)
+        mesh = parameter.device_mesh
+        if root_mesh(mesh) != self.device_mesh:
+            raise ValueError(
+                f"{unit.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
+                "build a new LightningModule, or use the trainer that made it parallel"
+            )
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within this context the backward pass keeps its gradients to itself: they are reduced with the last
+        micro-batch (``defer_fsdp_grad_sync``), or at least not over the replicas.
+        """
+        assert self.model is not None
+        roots = fsdp_roots(self.model)
+        defer = self.config.defer_fsdp_grad_sync
+        for root in roots:
+            root.set_requires_gradient_sync(False) if defer else root.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True) if defer else root.set_requires_all_reduce(True)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._resharded(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._resharded(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._resharded(super().predict_step(*args, **kwargs))
+
+    def _resharded(self, output: Any) -> Any:
+        """The backward pass frees gathered parameters; evaluation has none."""
+        assert self.model is not None
+        reshard(self.model)
+        return output
+
+
+def _product(sizes: Mapping[str, Any]) -> int:
+    product = 1
+    for size in sizes.values():
+        product *= size if isinstance(size, int) else 1
+    return product

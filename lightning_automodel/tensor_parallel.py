@@ -1,0 +1,210 @@
+"""Splits a model over the tp axis: parameters are stored as DTensors, and every forward pass computes on local tensors.
+
+    1. ``distribute_parameters``  each parameter becomes a DTensor on tp, by its layout
+    2. ``install_collectives``    hooks around the planned modules and boundaries
+    3. ``install_local_tensors``  during a block's forward pass its modules see ``parameter.to_local()``
+
+Everything is installed as forward hooks and instance attributes that a ``copy.deepcopy`` of the model carries along.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_automodel.blocks import find_blocks, outermost
+from lightning_automodel.collectives import copy_in, gather, reduce_out, shard_bounds, split
+from lightning_automodel.plans import Layout, ModuleLayout, ParameterLayout
+from lightning_automodel.styles import Enter, Leave
+
+_LOCAL_TENSORS = "_local_tensors_of_tensor_parallel"
+
+
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
+    """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device."""
+    distribute_parameters(model, tp_mesh, layout)
+    install_collectives(model, tp_mesh.get_group(), layout)
+    install_local_tensors(model, tp_mesh.get_local_rank() == 0, layout)
+
+
+def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
+    """Replaces every parameter by a DTensor with its layout's placement; tied parameters stay tied.
+
+    Values are sliced on each rank without communication, so they must be equal on all ranks.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in replaced:
+                placement = layout.parameters[f"{module_name}.{name}" if module_name else name].placement
+                replaced[parameter] = _distribute(parameter, tp_mesh, placement)
+            module._parameters[name] = replaced[parameter]
+
+
+def _distribute(parameter: nn.Parameter, tp_mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    value = distribute_tensor(parameter.detach(), tp_mesh, [placement], src_data_rank=None)
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)  # flags of others, such as transformers' _is_hf_initialized
+    return new
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
+    """Puts the collectives of ``layout.modules`` around the modules that it names."""
+    for name, module_layout in layout.modules.items():
+        module = model.get_submodule(name)
+        if module_layout.enter is Enter.EMBED:
+            _install_embedding(module, group)
+            continue
+        if enter := _enter_function(module_layout, group):
+            module.register_forward_pre_hook(_enter_hook(enter, module_layout.all_inputs), with_kwargs=True)
+        if leave := _leave_function(module, module_layout, group):
+            module.register_forward_hook(_leave_hook(leave))
+
+
+def _enter_function(layout: ModuleLayout, group: ProcessGroup) -> Callable[[Tensor], Tensor] | None:
+    match layout.enter:
+        case Enter.COPY:
+            return lambda x: copy_in(x, group)
+        case Enter.SPLIT:
+            return lambda x: split(x, -1, group)
+        case _:
+            return None
+
+
+def _leave_function(module: nn.Module, layout: ModuleLayout, group: ProcessGroup) -> Callable[[Tensor], Tensor] | None:
+    match layout.leave:
+        case Leave.REDUCE:
+            return lambda x: reduce_out(x, group)
+        case Leave.GATHER:
+            size = module.get_parameter("weight").shape[0]  # of the DTensor: the whole width
+            return lambda x: gather(x, -1, size, group)
+        case _:
+            return None
+
+
+def _enter_hook(function: Callable[[Tensor], Tensor], all_inputs: bool) -> Callable:
+    """A forward pre-hook that maps the first tensor argument, or every floating-point one."""
+
+    def hook_all(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def enter(value: Any) -> Any:
+            return function(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tuple(enter(a) for a in args), {k: enter(v) for k, v in kwargs.items()}
+
+    def hook_first(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (function(args[0]), *args[1:]), kwargs
+        first = next(k for k, v in kwargs.items() if isinstance(v, Tensor))
+        return args, {**kwargs, first: function(kwargs[first])}
+
+    return hook_all if all_inputs else hook_first
+
+
+def _leave_hook(function: Callable[[Tensor], Tensor]) -> Callable:
+    """A forward hook that maps the first output."""
+
+    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (function(output[0]), *output[1:])
+        return function(output)
+
+    return hook
+
+
+def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
+    """Looks up the ids that this rank's rows hold, gives zeros for the others, and sums over tp.
+
+    The module's own forward runs, so embeddings that scale their output stay right. The rank's padding index is set for
+    the duration of the call only: initialization and export read the module's own.
+    """
+    start, length = shard_bounds(module.get_parameter("weight").shape[0], group.size(), group.rank())
+
+    def forward(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        local = input - start
+        held = (local >= 0) & (local < length)
+        padding_idx = getattr(self, "padding_idx", None)
+        if padding_idx is not None:
+            self.padding_idx = padding_idx - start if start <= padding_idx < start + length else None
+        try:
+            output = type(self).forward(self, torch.where(held, local, 0), *args, **kwargs)
+        finally:
+            if padding_idx is not None:
+                self.padding_idx = padding_idx
+        return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), group)
+
+    module.forward = MethodType(forward, module)
+
+
+# ---- local tensors ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _LocalTensor:
+    """One parameter that a unit swaps: where it hangs, and how its local tensor is made."""
+
+    module: nn.Module
+    name: str
+    gradient: Placement
+    zero: bool
+
+
+def install_local_tensors(model: nn.Module, first_rank: bool, layout: Layout) -> None:
+    """During the forward pass of a block, and of the model for the rest, modules see local tensors as parameters.
+
+    Per unit and not per module, because some parents read a child's weight without calling it.
+    """
+    blocks = find_blocks(model)
+    units: dict[str, list[_LocalTensor]] = {name: [] for name in ("", *blocks)}
+    for module_name, module in model.named_modules():
+        unit = outermost(list(blocks), module_name) or ""
+        for name in module._parameters:
+            parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
+            if parameter_layout is not None:
+                units[unit].append(_local_tensor(module, name, parameter_layout, first_rank))
+    for name, tensors in units.items():
+        unit_module = model.get_submodule(name)
+        setattr(unit_module, _LOCAL_TENSORS, tensors)
+        unit_module.register_forward_pre_hook(_swap_in)
+        unit_module.register_forward_hook(_swap_out, always_call=True)
+
+
+def _local_tensor(module: nn.Module, name: str, layout: ParameterLayout, first_rank: bool) -> _LocalTensor:
+    return _LocalTensor(module, name, layout.gradient, zero=layout.on_first_rank and not first_rank)
+
+
+def _swap_in(unit: nn.Module, args: tuple) -> None:
+    local: dict[Tensor, Tensor] = {}
+    swapped = []
+    for entry in getattr(unit, _LOCAL_TENSORS):
+        parameter = entry.module._parameters[entry.name]
+        if not isinstance(parameter, DTensor):
+            continue  # a recomputation inside of the forward pass finds the local tensors in place
+        if parameter not in local:
+            local[parameter] = _to_local(parameter, entry)
+        entry.module._parameters[entry.name] = local[parameter]
+        swapped.append((entry.module, entry.name, parameter))
+    unit.__dict__.setdefault("_swapped", []).append(swapped)
+
+
+def _swap_out(unit: nn.Module, args: tuple, output: Any) -> None:
+    swapped: Iterable = unit.__dict__["_swapped"].pop()
+    for module, name, parameter in swapped:
+        module._parameters[name] = parameter
+
+
+def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
+    local = parameter.to_local(grad_placements=[entry.gradient])
+    # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.
+    return local * 0 if entry.zero else local
