@@ -1,0 +1,1 @@
+"""Every layout against one process: loss, gradient norm, every gradient, and the parameters after several steps."""

@@ -1,0 +1,143 @@
+"""Trains one tiny model twice, on one process and on a mesh, and compares everything that a step produces."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.gradients import clip_grad_norm_
+from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What both runs do: SGD, because it shows errors of scale that Adam hides."""
+
+    steps: int = 3
+    micro_batches: int = 2
+    rows: int = 2
+    length: int = 24
+    clip: float | None = 0.5
+    learning_rate: float = 0.1
+
+
+@dataclass
+class Differences:
+    """Relative errors of the mesh against one process, the worst of all steps, by what was compared."""
+
+    worst: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, actual: Tensor, expected: Tensor) -> None:
+        """Relative error in the 2-norm; a tensor that should be zero counts with its own norm."""
+        expected = expected.detach().double()
+        error = (actual.detach().double() - expected).norm() / expected.norm().clamp(min=1e-12)
+        value = error.item() if torch.isfinite(error) else float("inf")
+        self.worst[name] = max(self.worst.get(name, 0.0), value)
+
+    @property
+    def largest(self) -> tuple[float, str]:
+        """The largest error and what has it."""
+        return max(((error, name) for name, error in self.worst.items()), default=(0.0, ""))
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    sizes: dict[str, int],
+    world: int,
+    schedule: Schedule | None = None,
+    config: FSDP2Config | None = None,
+    make_parallel: Callable[[nn.Module, Any], nn.Module] | None = None,
+) -> Differences:
+    """Runs on every rank of an initialized process group; each rank computes the reference for itself.
+
+    Args:
+        build: draws the model (the same on every rank); its vocabulary is at least 128.
+        sizes: of the mesh.
+        world: number of ranks.
+        schedule: steps, micro-batches, clipping.
+        config: switches of the mesh's run.
+        make_parallel: instead of ``parallelize(copy of the model, mesh, config)``.
+    """
+    schedule = schedule or Schedule()
+    mesh = build_mesh(resolve_sizes(world, **sizes), "cpu")
+    reference = build().train()
+    model = copy.deepcopy(reference)
+    model = make_parallel(model, mesh) if make_parallel else parallelize(model, mesh, config)
+    model.train()
+    data = axis(mesh, DP)
+    expected = _train(reference, schedule, list(range(data.size())), data.size())
+    actual = _train(model, schedule, [data.get_local_rank()], data.size())
+    return _differences(expected, actual, mesh)
+
+
+def batches(schedule: Schedule, step: int, data_rank: int, vocabulary: int = 128) -> list[Batch]:
+    """The micro-batches of a step on one data rank."""
+    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    shape = (schedule.rows, schedule.length)
+    ids = [torch.randint(3, vocabulary, shape, generator=generator) for _ in range(schedule.micro_batches)]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+@dataclass
+class _Step:
+    loss: Tensor
+    norm: Tensor
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def _train(model: nn.Module, schedule: Schedule, ranks: list[int], data_size: int) -> list[_Step]:
+    """One process takes the batches of all data ranks; a rank of the mesh takes its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=schedule.learning_rate)
+    steps = []
+    for step in range(schedule.steps):
+        micro = [batch for rank in ranks for batch in batches(schedule, step, rank)]
+        total = torch.zeros(())
+        for i, batch in enumerate(micro):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss = model(**batch).loss / len(micro)
+            loss.backward()
+            total += loss.detach()
+        norm = clip_grad_norm_(model.parameters(), schedule.clip or float("inf"))
+        gradients = {n: _full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(_Step(total, norm, gradients, {n: _full(p) for n, p in model.named_parameters()}))
+    return steps
+
+
+def _differences(expected: list[_Step], actual: list[_Step], mesh: Any) -> Differences:
+    differences = Differences()
+    data = axis(mesh, DP)
+    for one, many in zip(expected, actual, strict=True):
+        loss = many.loss.clone()
+        torch.distributed.all_reduce(loss, group=data.get_group())
+        differences.add("loss", loss / data.size(), one.loss)
+        differences.add("gradient norm", many.norm, one.norm)
+        # A gradient that is zero by construction (a key bias under softmax) is noise of this size on one process too.
+        noise = 1e-6 * one.norm.item()
+        for name, gradient in one.gradients.items():
+            actual_gradient = many.gradients.get(name)
+            if actual_gradient is None:
+                actual_gradient = torch.zeros_like(gradient)
+            if max(gradient.norm().item(), actual_gradient.norm().item()) > noise:
+                differences.add(f"gradient of {name}", actual_gradient, gradient)
+        for name in many.gradients.keys() - one.gradients.keys():
+            differences.add(f"gradient of {name}", many.gradients[name] + 1, torch.ones_like(many.gradients[name]))
+    for name, value in expected[-1].parameters.items():
+        differences.add(f"parameter {name}", actual[-1].parameters[name], value)
+    return differences
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
