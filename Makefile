@@ -1,0 +1,54 @@
+# Every target sets up what it needs: on a fresh clone, `make test` is enough.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BENCH ?=
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+# One thread: the ranks of a test share the cores. Offline: tests build their own tiny models.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv test test-gpu lint format bench quickstart clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create .venv (or bring it up to date) with the pinned versions; PYTHON=python3.12 chooses another
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	@touch $@
+
+test: $(STAMP) ## run the tests on this machine's CPU; PYTEST_ARGS="-k name" chooses some
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+lint: $(STAMP) ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP) ## mend style and format where that is mechanical
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP) ## list the benchmarks, or run some: BENCH="name other_name"
+	$(BIN)/python -m benchmarks $(BENCH)
+
+quickstart: $(STAMP) ## train a tiny model on two processes of this machine
+	$(BIN)/python -m examples.quickstart
+
+clean: ## remove .venv, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

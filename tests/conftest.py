@@ -1,0 +1,27 @@
+"""Fixtures that all tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.pool import Nursery, Pool
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """The process that forks ranks; it starts with the first call."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def pool2(nursery: Nursery) -> Pool:
+    """Runs functions on two gloo ranks; see `tests.harness`."""
+    return Pool(nursery, 2)
+
+
+@pytest.fixture(scope="session")
+def pool4(nursery: Nursery) -> Pool:
+    """Runs functions on four gloo ranks; see `tests.harness`."""
+    return Pool(nursery, 4)
