@@ -3,18 +3,20 @@
 What stands here may break with a new release of these libraries; what stands elsewhere should not.
 """
 
-from collections.abc import Callable, Generator
+import inspect
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.distributed.sharding_utils import DtensorShardOperation
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
 __all__ = ["default_timeout", "local_slice", "optimizers_to_device", "patched_pretrained_loading", "root_mesh"]
@@ -76,3 +78,27 @@ def local_slice(value: Tensor, like: DTensor) -> DTensor:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` is a slice of. torch offers no public way to ask."""
     return mesh._get_root_mesh()
+
+
+def strided_shard(dim: int, groups: int) -> Placement:
+    """Dimension ``dim`` holds ``groups`` matrices one after the other; each rank has a slice of every one.
+
+    torch has this placement under a private name: FSDP2 makes it, and transformers' plans need it for fused weights.
+    """
+    return _StridedShard(dim, split_factor=groups)
+
+
+def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module, int]]:
+    """The modules whose output transformers records under ``key`` (such as ``router_logits``), and its index there.
+
+    transformers keeps the rule in private registries and installs its hooks with the first forward pass. They are
+    installed now, so that hooks of ours can stand before and after them.
+    """
+    if isinstance(model, PreTrainedModel):
+        maybe_install_capturing_hooks(model)
+    for name, module in model.named_modules():
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                variables = inspect.getclosurevars(hook).nonlocals
+                if variables["key"] == key:
+                    yield name, module, variables["index"]

@@ -7,6 +7,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+KEY_VALUE_PROJECTIONS = ("k_proj", "v_proj")
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -38,6 +39,14 @@ def text_config(model: nn.Module) -> Any:
     """The config of the language model inside ``model`` (heads, widths), or ``None`` for a module without a config."""
     config = getattr(model, "config", None)
     return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+
+
+def kv_heads(attention: nn.Module) -> int | None:
+    """Key/value heads of an attention module, from its own sizes (they may differ per layer)."""
+    projection, head_dim = getattr(attention, KEY_VALUE_PROJECTIONS[0], None), getattr(attention, "head_dim", None)
+    if not isinstance(projection, nn.Linear) or not isinstance(head_dim, int):
+        return None
+    return projection.weight.shape[0] // head_dim
 
 
 def _outermost(model: nn.Module, accept: object, prefix: str = "", parent: nn.Module | None = None) -> Iterator:

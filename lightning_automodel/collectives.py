@@ -50,6 +50,11 @@ def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return _Split.apply(x, dim, group)
 
 
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x``, whose gradient is multiplied by ``factor``."""
+    return _ScaleGradient.apply(x, factor) if x.requires_grad else x
+
+
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
@@ -115,3 +120,14 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(grad, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None

@@ -11,11 +11,13 @@ The names are those of the plans that transformers publishes (``model.tp_plan``)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from lightning_automodel._compat import strided_shard
 
 
 class Enter(Enum):
@@ -23,11 +25,15 @@ class Enter(Enum):
 
     NONE = auto()
     COPY = auto()
-    """whole, and its gradient is summed over tp"""
+    """whole; its gradients are summed over tp"""
+    COPY_ALL = auto()
+    """the same for every floating-point argument"""
     SPLIT = auto()
-    """whole, cut on its last dimension"""
+    """whole; cut on its last dimension"""
+    DIVIDE = auto()
+    """whole, and what comes out is summed over tp although every rank has all of it: its share"""
     EMBED = auto()
-    """token ids, shifted to the rank's rows of the embedding"""
+    """token ids; shifted to the rank's rows of the embedding"""
 
 
 class Leave(Enum):
@@ -35,9 +41,13 @@ class Leave(Enum):
 
     NONE = auto()
     REDUCE = auto()
-    """partial sums, summed over tp"""
+    """partial sums; summed over tp"""
+    REDUCE_SPLIT = auto()
+    """partial sums; summed over tp, then cut on the last dimension"""
     GATHER = auto()
-    """slices of the last dimension, joined"""
+    """slices of the last dimension; joined"""
+    COPY_ROTARY = auto()
+    """whole; the rotary part of the last dimension goes straight into split heads, so its gradients are summed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +58,11 @@ class Style:
         name: as plans spell it.
         placement: ``(parameter name, number of dims) -> placement`` on the tp axis.
         partial: a parameter that stays whole sees a slice of the work, so its gradient is a partial sum.
-        enter: collective on the way in, when the module is not inside a boundary.
-        leave: collective on the way out, when the module is not inside a boundary.
+        enter: collective on the way in.
+        leave: collective on the way out.
+        opens: inside of a boundary, it turns whole values into split ones.
+        closes: inside of a boundary, it turns split values into partial sums.
+        confined: it can do without its collectives inside of a boundary.
     """
 
     name: str
@@ -57,16 +70,9 @@ class Style:
     partial: bool = False
     enter: Enter = Enter.NONE
     leave: Leave = Leave.NONE
-
-    @property
-    def is_column(self) -> bool:
-        """Cuts the output features: opens a split region."""
-        return self.enter is Enter.COPY and self.leave is Leave.NONE
-
-    @property
-    def is_row(self) -> bool:
-        """Cuts the input features: closes a split region."""
-        return self.leave is Leave.REDUCE and self.enter is not Enter.EMBED
+    opens: bool = False
+    closes: bool = False
+    confined: bool = True
 
 
 def _rows(name: str, ndim: int) -> Placement:
@@ -79,23 +85,47 @@ def _columns(name: str, ndim: int) -> Placement:
     return Replicate() if name == "bias" else Shard(ndim - 1)
 
 
-def _vocabulary(name: str, ndim: int) -> Placement:
-    return Shard(0)
+def _packed_rows(name: str, ndim: int) -> Placement:
+    """Two matrices (gate and up) one above the other: a slice of each."""
+    return Shard(0) if ndim == 1 else strided_shard(ndim - 2, 2)
+
+
+def _packed_columns(name: str, ndim: int) -> Placement:
+    """Two matrices side by side: a slice of each."""
+    return Replicate() if ndim == 1 else strided_shard(ndim - 1, 2)
+
+
+def _dim(dim: int) -> Callable[[str, int], Placement]:
+    return lambda name, ndim: Shard(dim)
 
 
 def _whole(name: str, ndim: int) -> Placement:
     return Replicate()
 
 
+_GATHERED = Style(name="colwise_gather_output", placement=_rows, enter=Enter.COPY, leave=Leave.GATHER, confined=False)
+_SPLIT = Style(name="rowwise_split_input", placement=_columns, enter=Enter.SPLIT, leave=Leave.REDUCE, confined=False)
+
 STYLES: dict[str, Style] = {
     style.name: style
     for style in (
-        Style(name="colwise", placement=_rows, enter=Enter.COPY),
-        Style(name="colwise_gather_output", placement=_rows, enter=Enter.COPY, leave=Leave.GATHER),
-        Style(name="rowwise", placement=_columns, leave=Leave.REDUCE),
-        Style(name="rowwise_split_input", placement=_columns, enter=Enter.SPLIT, leave=Leave.REDUCE),
-        Style(name="embedding_rowwise", placement=_vocabulary, enter=Enter.EMBED, leave=Leave.REDUCE),
+        Style(name="colwise", placement=_rows, enter=Enter.COPY, opens=True),
+        _GATHERED,
+        replace(_GATHERED, name="colwise_rep"),
+        Style(name="packed_colwise", placement=_packed_rows, enter=Enter.COPY, opens=True),
+        Style(name="rowwise", placement=_columns, leave=Leave.REDUCE, closes=True),
+        _SPLIT,
+        replace(_SPLIT, name="rowwise_rep"),
+        Style(name="rowwise_split_output", placement=_columns, leave=Leave.REDUCE_SPLIT, confined=False),
+        Style(name="packed_rowwise", placement=_packed_columns, opens=True),
+        Style(name="embedding_rowwise", placement=_dim(0), enter=Enter.EMBED, leave=Leave.REDUCE, confined=False),
+        Style(name="embedding_colwise", placement=_dim(1), leave=Leave.GATHER, confined=False),
+        Style(name="moe_tp_experts", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE, opens=True),
+        Style(name="moe_identity_expert", placement=_whole, enter=Enter.DIVIDE),
+        Style(name="all_reduce", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE),
+        Style(name="mla_kv_a_proj", placement=_whole, leave=Leave.COPY_ROTARY),
         Style(name="replicated_with_grad_allreduce", placement=_whole, partial=True),
+        Style(name="local_params", placement=_whole),
         Style(name="replicate", placement=_whole),
     )
 }

@@ -19,19 +19,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel.blocks import find_blocks, outermost
-from lightning_automodel.collectives import copy_in, gather, reduce_out, shard_bounds, split
-from lightning_automodel.plans import Layout, ModuleLayout, ParameterLayout
+from lightning_automodel._compat import recorded_outputs
+from lightning_automodel.blocks import find_blocks, outermost, text_config
+from lightning_automodel.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
+from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.styles import Enter, Leave
+
+Transform = Callable[[Tensor], Tensor]
 
 _LOCAL_TENSORS = "_local_tensors_of_tensor_parallel"
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
     """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device."""
+    for name, attributes in layout.attributes.items():
+        model.get_submodule(name).__dict__.update(attributes)
     distribute_parameters(model, tp_mesh, layout)
     install_collectives(model, tp_mesh.get_group(), layout)
-    install_local_tensors(model, tp_mesh.get_local_rank() == 0, layout)
+    install_recorded_shares(model, tp_mesh.size(), layout)
+    install_local_tensors(model, tp_mesh, layout)
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
@@ -67,34 +73,48 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
         if module_layout.enter is Enter.EMBED:
             _install_embedding(module, group)
             continue
-        if enter := _enter_function(module_layout, group):
-            module.register_forward_pre_hook(_enter_hook(enter, module_layout.all_inputs), with_kwargs=True)
-        if leave := _leave_function(module, module_layout, group):
+        if enter := _enter_function(module_layout.enter, group):
+            all_inputs = module_layout.enter is Enter.COPY_ALL
+            module.register_forward_pre_hook(_enter_hook(enter, all_inputs), with_kwargs=True)
+        if leave := _leave_function(module, module_layout.leave, group, model):
             module.register_forward_hook(_leave_hook(leave))
 
 
-def _enter_function(layout: ModuleLayout, group: ProcessGroup) -> Callable[[Tensor], Tensor] | None:
-    match layout.enter:
-        case Enter.COPY:
+def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
+    match enter:
+        case Enter.COPY | Enter.COPY_ALL:
             return lambda x: copy_in(x, group)
         case Enter.SPLIT:
             return lambda x: split(x, -1, group)
+        case Enter.DIVIDE:
+            return lambda x: x / group.size()
         case _:
             return None
 
 
-def _leave_function(module: nn.Module, layout: ModuleLayout, group: ProcessGroup) -> Callable[[Tensor], Tensor] | None:
-    match layout.leave:
+def _leave_function(module: nn.Module, leave: Leave, group: ProcessGroup, model: nn.Module) -> Transform | None:
+    match leave:
         case Leave.REDUCE:
             return lambda x: reduce_out(x, group)
+        case Leave.REDUCE_SPLIT:
+            return lambda x: split(reduce_out(x, group), -1, group)
         case Leave.GATHER:
-            size = module.get_parameter("weight").shape[0]  # of the DTensor: the whole width
+            size = _output_width(module)
             return lambda x: gather(x, -1, size, group)
+        case Leave.COPY_ROTARY:
+            rotary = text_config(model).qk_rope_head_dim
+            return lambda x: torch.cat([x[..., :-rotary], copy_in(x[..., -rotary:], group)], -1)
         case _:
             return None
 
 
-def _enter_hook(function: Callable[[Tensor], Tensor], all_inputs: bool) -> Callable:
+def _output_width(module: nn.Module) -> int:
+    """Features that come out of the whole module: rows of a matrix, columns of an embedding."""
+    weight = module.get_parameter("weight")  # a DTensor: the whole shape
+    return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[0]
+
+
+def _enter_hook(function: Transform, all_inputs: bool) -> Callable:
     """A forward pre-hook that maps the first tensor argument, or every floating-point one."""
 
     def hook_all(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -112,7 +132,7 @@ def _enter_hook(function: Callable[[Tensor], Tensor], all_inputs: bool) -> Calla
     return hook_all if all_inputs else hook_first
 
 
-def _leave_hook(function: Callable[[Tensor], Tensor]) -> Callable:
+def _leave_hook(function: Transform) -> Callable:
     """A forward hook that maps the first output."""
 
     def hook(_: nn.Module, args: tuple, output: Any) -> Any:
@@ -147,6 +167,35 @@ def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
     module.forward = MethodType(forward, module)
 
 
+# ---- recorded outputs ------------------------------------------------------------------------------------------------
+
+
+def install_recorded_shares(model: nn.Module, tp: int, layout: Layout) -> None:
+    """Router logits that transformers records inside a boundary go to an auxiliary loss, which is whole on every rank,
+    while gradients inside a boundary are summed over tp: the recorded value passes on ``1 / tp`` of its gradient.
+
+    What the layer itself computes with stays as it is: one hook before transformers' and one after it.
+    """
+    for name, module, index in list(recorded_outputs(model, "router_logits")):
+        if outermost(layout.boundaries, name) is not None:
+            module.register_forward_hook(_share_hook(index, tp), prepend=True)
+            module.register_forward_hook(_unshare_hook)
+
+
+def _share_hook(index: int, tp: int) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        module.__dict__["_whole_output"] = output
+        if isinstance(output, tuple):
+            return tuple(scale_gradient(x, 1 / tp) if i == index else x for i, x in enumerate(output))
+        return scale_gradient(output, 1 / tp)
+
+    return hook
+
+
+def _unshare_hook(module: nn.Module, args: tuple, output: Any) -> Any:
+    return module.__dict__.pop("_whole_output")
+
+
 # ---- local tensors ---------------------------------------------------------------------------------------------------
 
 
@@ -158,9 +207,10 @@ class _LocalTensor:
     name: str
     gradient: Placement
     zero: bool
+    rows: tuple[int, int] | None
 
 
-def install_local_tensors(model: nn.Module, first_rank: bool, layout: Layout) -> None:
+def install_local_tensors(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
     """During the forward pass of a block, and of the model for the rest, modules see local tensors as parameters.
 
     Per unit and not per module, because some parents read a child's weight without calling it.
@@ -172,7 +222,7 @@ def install_local_tensors(model: nn.Module, first_rank: bool, layout: Layout) ->
         for name in module._parameters:
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
-                units[unit].append(_local_tensor(module, name, parameter_layout, first_rank))
+                units[unit].append(_local_tensor(module, name, parameter_layout, tp_mesh))
     for name, tensors in units.items():
         unit_module = model.get_submodule(name)
         setattr(unit_module, _LOCAL_TENSORS, tensors)
@@ -180,8 +230,12 @@ def install_local_tensors(model: nn.Module, first_rank: bool, layout: Layout) ->
         unit_module.register_forward_hook(_swap_out, always_call=True)
 
 
-def _local_tensor(module: nn.Module, name: str, layout: ParameterLayout, first_rank: bool) -> _LocalTensor:
-    return _LocalTensor(module, name, layout.gradient, zero=layout.on_first_rank and not first_rank)
+def _local_tensor(module: nn.Module, name: str, layout: ParameterLayout, tp_mesh: DeviceMesh) -> _LocalTensor:
+    rank, rows = tp_mesh.get_local_rank(), None
+    if layout.shared_heads:
+        per_head = module.get_parameter(name).shape[0] // layout.shared_heads
+        rows = (rank * layout.shared_heads // tp_mesh.size() * per_head, per_head)
+    return _LocalTensor(module, name, layout.gradient, zero=layout.on_first_rank and rank != 0, rows=rows)
 
 
 def _swap_in(unit: nn.Module, args: tuple) -> None:
@@ -206,5 +260,7 @@ def _swap_out(unit: nn.Module, args: tuple, output: Any) -> None:
 
 def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
     local = parameter.to_local(grad_placements=[entry.gradient])
+    if entry.rows is not None:
+        return local.narrow(0, *entry.rows)
     # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.
     return local * 0 if entry.zero else local

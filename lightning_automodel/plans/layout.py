@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel.blocks import CONTAINERS, find_blocks, outermost, text_config
+from lightning_automodel.blocks import CONTAINERS, KEY_VALUE_PROJECTIONS, find_blocks, kv_heads, outermost, text_config
 from lightning_automodel.plans.selection import Plan
 from lightning_automodel.styles import STYLES, Enter, Leave, Style, style_of
-
-_INSIDE_BOUNDARY = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,13 @@ class ParameterLayout:
         placement: of the stored parameter.
         gradient: of the gradient that the backward pass gives for it.
         on_first_rank: the value counts on the first rank only (a bias that is added to partial sums).
+        shared_heads: the parameter holds this many key/value heads, fewer than ranks; a rank uses one of them.
     """
 
     placement: Placement
     gradient: Placement
     on_first_rank: bool = False
+    shared_heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class ModuleLayout:
 
     enter: Enter = Enter.NONE
     leave: Leave = Leave.NONE
-    all_inputs: bool = False
 
 
 @dataclass
@@ -52,9 +51,11 @@ class Layout:
     parameters: dict[str, ParameterLayout] = field(default_factory=dict)
     modules: dict[str, ModuleLayout] = field(default_factory=dict)
     boundaries: list[str] = field(default_factory=list)
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """attributes of modules that change: the number of query heads per key/value head"""
 
 
-def derive_layout(model: nn.Module, plan: Plan) -> Layout:
+def derive_layout(model: nn.Module, plan: Plan, tp: int) -> Layout:
     """Applies the rules above to ``model``, whose parameters may be on the meta device.
 
     Raises:
@@ -65,11 +66,16 @@ def derive_layout(model: nn.Module, plan: Plan) -> Layout:
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
             layout.modules[name] = ModuleLayout(style.enter, style.leave)
+        elif style.enter is Enter.DIVIDE:
+            layout.modules[name] = ModuleLayout(style.enter)
     for name in layout.boundaries:
-        layout.modules[name] = ModuleLayout(Enter.COPY, Leave.REDUCE, all_inputs=True)
+        layout.modules[name] = ModuleLayout(Enter.COPY_ALL, Leave.REDUCE)
+    # What belongs to a split embedding (its norm, say) sees the tokens that its rank holds.
+    split = layout.boundaries + [n for n, style in structure.module_styles.items() if style.enter is Enter.EMBED]
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = outermost(layout.boundaries, name) is not None
+        inside = outermost(split, name) is not None
         layout.parameters[name] = _parameter_layout(name, parameter, structure.parameter_styles.get(name), inside)
+    share_heads(model, layout, tp)
     return layout
 
 
@@ -77,9 +83,25 @@ def _parameter_layout(name: str, parameter: nn.Parameter, style: Style | None, i
     placement = style.placement(name.rpartition(".")[2], parameter.ndim) if style else Replicate()
     if not placement.is_replicate():
         return ParameterLayout(placement, placement)
-    row_bias = style is not None and style.is_row
+    row_bias = style is not None and style.leave in (Leave.REDUCE, Leave.REDUCE_SPLIT) and name.endswith(".bias")
     partial = inside or row_bias or (style is not None and style.partial)
     return ParameterLayout(placement, Partial() if partial else Replicate(), on_first_rank=row_bias)
+
+
+def share_heads(model: nn.Module, layout: Layout, tp: int) -> None:
+    """Rule G: with more ranks than key/value heads, these projections stay whole, and each rank uses the head of its
+    query heads; several ranks use the same head, so the gradient is a partial sum.
+    """
+    for name, parameter in layout.parameters.items():
+        owner, _, _ = name.rpartition(".")
+        parent, _, projection = owner.rpartition(".")
+        heads = kv_heads(model.get_submodule(parent)) if projection in KEY_VALUE_PROJECTIONS else None
+        if heads is None or heads >= tp or parameter.placement != Shard(0):
+            continue
+        layout.parameters[name] = ParameterLayout(Replicate(), Partial(), shared_heads=heads)
+        attention = model.get_submodule(parent)
+        groups = int(getattr(attention, "num_key_value_groups", 1)) * heads // tp
+        layout.attributes[parent] = {"num_key_value_groups": groups}
 
 
 class _Structure:
@@ -136,10 +158,9 @@ class _Structure:
         styles = self._styles_below(name)
         if not styles:
             return
-        columns = any(style.is_column for style in styles)
-        rows = any(style.is_row for style in styles)
-        known = {style.name for style in styles} <= _INSIDE_BOUNDARY
-        if not isinstance(module, CONTAINERS) and known and columns and rows and self._is_closed(name):
+        works = any(style.opens for style in styles) and any(style.closes for style in styles)
+        confined = works and all(style.confined for style in styles)
+        if confined and not isinstance(module, CONTAINERS) and self._is_closed(name):
             yield name
             return
         for child, _ in module.named_children():

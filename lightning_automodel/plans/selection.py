@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_automodel.logs import log_once, warn_once
+from lightning_automodel.plans.additions import ADDITIONS
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def select_plan(model: nn.Module, custom: Mapping[str, str] | str | None = None)
     Raises:
         ValueError: if there is neither a custom plan nor one that the model publishes.
     """
-    own = dict(getattr(model, "tp_plan", None) or {})
+    own = {**(getattr(model, "tp_plan", None) or {}), **ADDITIONS.get(type(model).__name__, {})}
     rules = _resolve(custom, model)
     name = type(model).__name__
     if not own and not rules:

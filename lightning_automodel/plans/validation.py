@@ -16,9 +16,10 @@ def validate_tp(model: nn.Module, tp: int) -> None:
     if not isinstance(heads, int):
         return
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        if count % tp:
-            fitting = [str(n) for n in range(1, count + 1) if heads % n == 0 and kv_heads % n == 0]
-            raise ValueError(
-                f"tp={tp} does not divide {name}={count} of {type(model).__name__}; use one of {', '.join(fitting)}"
-            )
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp not in fitting:
+        raise ValueError(
+            f"tp={tp} does not fit {type(model).__name__} with num_attention_heads={heads} and "
+            f"num_key_value_heads={kv_heads}: tp must divide the heads, and divide the key/value heads or be a multiple "
+            f"of them; use one of {', '.join(map(str, fitting))}"
+        )

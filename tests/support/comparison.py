@@ -73,8 +73,8 @@ def compare(
     model = make_parallel(model, mesh) if make_parallel else parallelize(model, mesh, config)
     model.train()
     data = axis(mesh, DP)
-    expected = _train(reference, schedule, list(range(data.size())), data.size())
-    actual = _train(model, schedule, [data.get_local_rank()], data.size())
+    expected = _train(reference, schedule, list(range(data.size())))
+    actual = _train(model, schedule, [data.get_local_rank()])
     return _differences(expected, actual, mesh)
 
 
@@ -94,14 +94,15 @@ class _Step:
     parameters: dict[str, Tensor]
 
 
-def _train(model: nn.Module, schedule: Schedule, ranks: list[int], data_size: int) -> list[_Step]:
+def _train(model: nn.Module, schedule: Schedule, ranks: list[int]) -> list[_Step]:
     """One process takes the batches of all data ranks; a rank of the mesh takes its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=schedule.learning_rate)
     steps = []
     for step in range(schedule.steps):
-        micro = [batch for rank in ranks for batch in batches(schedule, step, rank)]
+        micro = [(rank, batch) for rank in ranks for batch in batches(schedule, step, rank)]
         total = torch.zeros(())
-        for i, batch in enumerate(micro):
+        for i, (rank, batch) in enumerate(micro):
+            torch.manual_seed(100 * rank + i % schedule.micro_batches)  # some routers sample while they train
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(i == len(micro) - 1)
             loss = model(**batch).loss / len(micro)
