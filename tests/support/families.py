@@ -62,7 +62,11 @@ _LATENT = {"num_key_value_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"],
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3"),
+        _LATENT,
+    ),
+    **dict.fromkeys(
+        ("youtu", "dots3_note_text"),
         _LATENT,
     ),
     "granitemoehybrid": {"mamba_n_heads": 12},

@@ -1,0 +1,1 @@
+"""from_pretrained and initialization on a mesh."""

@@ -1,0 +1,161 @@
+"""Weights reach their owner: from files by slices, at random whole and sliced, tied as they should be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig
+
+from lightning_automodel.loading import materialize, sharded_loading
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from tests.harness.pool import Pool, RankFailed
+
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=131,
+    use_cache=False,
+)
+CPU = torch.device("cpu")
+
+
+def write(directory: Path, tied: bool, dtype: torch.dtype = torch.float32, shards: str = "5GB") -> nn.Module:
+    """Rank 0 saves a model; every rank returns it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=tied)).to(dtype)
+    if dist.get_rank() == 0:
+        model.save_pretrained(directory, max_shard_size=shards)
+    dist.barrier()
+    return model
+
+
+def differences(actual: nn.Module, expected: nn.Module) -> list[str]:
+    """Names of parameters and buffers whose values differ, in any bit."""
+    values = {name: value.detach() for name, value in [*expected.named_parameters(), *expected.named_buffers()]}
+    found = {name: value.detach() for name, value in [*actual.named_parameters(), *actual.named_buffers()]}
+    assert found.keys() == values.keys()
+    whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in found.items()}
+    return [name for name, value in values.items() if not torch.equal(whole[name].to(value.dtype), value)]
+
+
+def loaded(tied: bool, sizes: dict[str, int], directory: Path) -> list[str]:
+    expected = write(directory, tied, shards="100KB")  # several files
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), CPU):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    return differences(model, expected)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}], ids=str)
+def test_every_rank_reads_the_values_of_the_files(tied: bool, sizes: dict[str, int], pool4: Pool) -> None:
+    assert pool4.run(loaded, tied, sizes, with_directory=True) == [[]] * 4
+
+
+def stored_dtypes(directory: Path) -> dict[str, torch.dtype]:
+    write(directory, True, torch.bfloat16)
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh, param_dtype=torch.float32), CPU):
+        wide = AutoModelForCausalLM.from_pretrained(directory)
+    with sharded_loading(lambda model: parallelize(model, mesh, param_dtype=torch.bfloat16), CPU):
+        narrow = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return {
+        "wide": wide.lm_head.weight.dtype,
+        "narrow": narrow.lm_head.weight.dtype,
+        "buffer": narrow.model.rotary_emb.inv_freq.dtype,
+    }
+
+
+def test_precision_decides_the_dtype_of_parameters_and_leaves_buffers(pool2: Pool) -> None:
+    for dtypes in pool2.run(stored_dtypes, with_directory=True):
+        assert dtypes == {"wide": torch.float32, "narrow": torch.bfloat16, "buffer": torch.float32}
+
+
+def missing_head(sizes: dict[str, int], directory: Path) -> tuple[torch.Tensor, list[str]]:
+    expected = write(directory, True)
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
+    torch.manual_seed(dist.get_rank())  # rank 0's draw counts
+    with sharded_loading(lambda model: parallelize(model, mesh), CPU):
+        model = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3)
+    return model.score.weight.full_tensor().detach(), differences(model.model, expected.model)
+
+
+def test_missing_weights_are_drawn_once_for_every_mesh(pool2: Pool) -> None:
+    heads = []
+    for sizes in ({"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}):
+        for head, body in pool2.run(missing_head, sizes, with_directory=True):
+            assert body == []
+            heads.append(head)
+    assert all(torch.equal(head, heads[0]) for head in heads)
+    assert 0.01 < heads[0].std() < 0.03  # the initializer range of the config is 0.02
+
+
+def materialized(sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    parallelize(model, mesh)
+    materialize(model, CPU)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()} | dict(
+        model.named_buffers()
+    )
+
+
+def test_a_meta_model_gets_the_initial_weights_of_its_author(pool2: Pool) -> None:
+    results = [result for sizes in ({"tp": 2}, {"dp_shard": 2}) for result in pool2.run(materialized, sizes)]
+    for result in results:
+        assert all(torch.equal(value, results[0][name]) for name, value in result.items())
+    assert 0.019 < results[0]["model.embed_tokens.weight"].std() < 0.021
+    assert torch.equal(results[0]["model.norm.weight"], torch.ones(SIZES["hidden_size"]))
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    assert torch.equal(results[0]["model.rotary_emb.inv_freq"], plain.model.rotary_emb.inv_freq)
+
+
+def contradicting_tie(directory: Path) -> None:
+    model = write(directory, False)
+    if dist.get_rank() == 0:
+        model.config.tie_word_embeddings = True
+        model.config.save_pretrained(directory)
+    dist.barrier()
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), CPU):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_a_checkpoint_that_contradicts_its_ties_is_refused(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match="tie_word_embeddings=False"):
+        pool2.run(contradicting_tie, with_directory=True)
+
+
+def no_plan() -> None:
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    parallelize(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)), mesh)
+
+
+def bad_heads() -> None:
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    config = LlamaConfig(**{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48})
+    parallelize(AutoModelForCausalLM.from_config(config), mesh)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(no_plan, "GPT2LMHeadModel publishes no tensor-parallel plan"), (bad_heads, "num_attention_heads=3.*one of 1, 3")],
+)
+def test_a_model_that_tp_does_not_fit_is_refused_on_every_rank(function: Any, message: str, pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=message) as error:
+        pool2.run(function)
+    assert set(error.value.failures) == {0, 1}

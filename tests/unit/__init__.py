@@ -1,0 +1,1 @@
+"""Pure functions, in one process."""
