@@ -49,6 +49,12 @@ def kv_heads(attention: nn.Module) -> int | None:
     return projection.weight.shape[0] // head_dim
 
 
+def is_kept_in_float32(model: nn.Module, name: str) -> bool:
+    """Whether ``model`` wants the parameter ``name`` stored and used in float32, whatever the precision of the rest."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(pattern in name for pattern in patterns)
+
+
 def _outermost(model: nn.Module, accept: object, prefix: str = "", parent: nn.Module | None = None) -> Iterator:
     if prefix and accept(model, parent) and next(model.parameters(), None) is not None:  # type: ignore[operator]
         yield prefix, model

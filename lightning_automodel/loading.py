@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import local_slice, patched_pretrained_loading
+from lightning_automodel.blocks import is_kept_in_float32
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
@@ -113,12 +114,11 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers keep their dtype: rotary frequencies in bfloat16 are 1.8 rad off at position 4096.
     """
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
-    lenient = getattr(model, "_keep_in_fp32_modules", None) or set() if dtype == torch.float16 else set()
-    keep = {*strict, *lenient} if dtype in (torch.float16, torch.bfloat16) else set()
+    lenient = (getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
-            wanted = torch.float32 if any(part in name for part in keep) else dtype
+            keep = is_kept_in_float32(model, name) or any(pattern in name for pattern in lenient)
+            wanted = torch.float32 if keep and dtype.itemsize < 4 else dtype
             if parameter.dtype != wanted:
                 parameter.data = parameter.data.to(wanted)
 

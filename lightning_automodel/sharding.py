@@ -1,10 +1,14 @@
 """Shards a model over the data ranks with FSDP2: one unit per block, one for the rest, gathered ahead of their use."""
 
+from dataclasses import replace
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_automodel.blocks import find_blocks, last_blocks
+from lightning_automodel._compat import add_parameter_group
+from lightning_automodel.blocks import find_blocks, is_kept_in_float32, last_blocks
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, axis
 
@@ -18,14 +22,43 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     mesh = fsdp_mesh(mesh)
     blocks = find_blocks(model)
     last = last_blocks(model, blocks)
+    in_float32 = {p for name, p in model.named_parameters() if is_kept_in_float32(model, name)}
     for name, block in blocks.items():
         reshard = config.reshard_after_forward
         if reshard is None:
             reshard = name not in last  # the backward pass begins with the last block: do not free it in between
-        fully_shard(block, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+        _shard_unit(block, list(block.parameters()), mesh, mp_policy, in_float32, reshard)
+    in_blocks = {p for block in blocks.values() for p in block.parameters()}
+    rest = [p for p in model.parameters() if p not in in_blocks]
+    _shard_unit(model, rest, mesh, mp_policy, in_float32, None)
     if config.enable_fsdp2_prefetch:
         set_prefetch(list(blocks.values()), config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+
+
+def _shard_unit(
+    unit: nn.Module,
+    parameters: list[nn.Parameter],
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    in_float32: set[nn.Parameter],
+    reshard: bool | int | None,
+) -> None:
+    """One FSDP2 unit with a group of parameters per storage and compute dtype, the largest first.
+
+    FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
+    to get it would lose what they are kept in float32 for.
+    """
+    wide = replace(mp_policy, param_dtype=None)
+    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
+    policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
+    others = [group for _, group in ordered[1:]]
+    ignored = {p for group in others for p in group}
+    fully_shard(unit, mesh=mesh, mp_policy=policies[0], reshard_after_forward=reshard, ignored_params=ignored)
+    for group, policy in zip(others, policies[1:], strict=True):
+        add_parameter_group(unit, group, policy)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
