@@ -132,7 +132,7 @@ def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Modul
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:
-    """What ``monitor`` measures with, one per stage. Lightning computes with ``trainer.world_size`` and offers no way in."""
+    """What ``monitor`` measures with, one per stage. Lightning sets ``trainer.world_size`` there and offers no other."""
     return list(monitor._throughputs.values())
 
 
@@ -269,5 +269,12 @@ def discarded_logs(
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Whether Lightning has put ``torch.compile`` around the steps of ``module``; it keeps that in a private attribute."""
+    """Whether Lightning has put ``torch.compile`` around the steps of ``module``; only a private attribute says so."""
     return module._compiler_ctx is not None
+
+
+def reduce_unused_parameters(unit: nn.Module) -> None:
+    """Parameters of an FSDP2 unit that got no gradient are reduced as zeros. New in torch 2.13; older ones cannot."""
+    setter = getattr(unit, "set_reduce_scatter_unused_params", None)
+    if setter is not None:
+        setter(True, recurse=False)

@@ -1,9 +1,10 @@
 """Finds the structure of a model: its repeated blocks and the modules above them, without a list of classes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -18,6 +19,19 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     blocks = dict(_outermost(model, lambda module, _: isinstance(module, GradientCheckpointingLayer)))
     return blocks or dict(_outermost(model, lambda module, parent: isinstance(parent, nn.ModuleList)))
+
+
+def find_towers(model: nn.Module) -> dict[str, nn.Module]:
+    """The encoders of a composite model (vision, audio) by their names.
+
+    They are models inside of the model with a config of their own that is not the language model's.
+    """
+    shared = {id(getattr(model, "config", None)), id(text_config(model))}
+
+    def accept(module: nn.Module, _: nn.Module | None) -> bool:
+        return isinstance(module, PreTrainedModel) and id(module.config) not in shared
+
+    return dict(_outermost(model, accept))
 
 
 def last_blocks(model: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
@@ -55,8 +69,13 @@ def is_kept_in_float32(model: nn.Module, name: str) -> bool:
     return any(pattern in name for pattern in patterns)
 
 
-def _outermost(model: nn.Module, accept: object, prefix: str = "", parent: nn.Module | None = None) -> Iterator:
-    if prefix and accept(model, parent) and next(model.parameters(), None) is not None:  # type: ignore[operator]
+def _outermost(
+    model: nn.Module,
+    accept: Callable[[nn.Module, nn.Module | None], bool],
+    prefix: str = "",
+    parent: nn.Module | None = None,
+) -> Iterator[tuple[str, nn.Module]]:
+    if prefix and accept(model, parent) and next(model.parameters(), None) is not None:
         yield prefix, model
         return
     for name, child in model.named_children():

@@ -17,8 +17,8 @@ _COMING = {
     "activation_checkpointing_scope": "all",
     "enable_async_tensor_parallel": False,
     "enable_compile": False,
-    "frozen_tower_policy": "root",
 }
+TOWER_POLICIES = ("root", "per_layer", "replicate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,10 @@ class FSDP2Config:
         enable_fsdp2_prefetch: explicit prefetch chains between blocks.
         fsdp2_backward_prefetch_depth: blocks gathered ahead in the backward pass; 2 hides the gather, 1 saves memory.
         fsdp2_forward_prefetch_depth: blocks gathered ahead in the forward pass.
-        frozen_tower_policy: how frozen towers of composite models are sharded. Not available yet.
+        tower_policy: how the vision and audio towers of a composite model are sharded over the data ranks. "root": with
+            what lies outside of blocks, gathered in every step, so that a batch without images on some ranks cannot
+            hang. "per_layer": block by block, the least memory; every rank needs images in every step. "replicate":
+            not at all, for frozen towers only.
     """
 
     sequence_parallel: bool = False
@@ -64,7 +67,7 @@ class FSDP2Config:
     enable_fsdp2_prefetch: bool = True
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
-    frozen_tower_policy: str = "root"
+    tower_policy: str = "root"
 
     def __post_init__(self) -> None:
         for name, default in _COMING.items():
@@ -79,6 +82,8 @@ class FSDP2Config:
                     f"FSDP2Config({name}={getattr(self, name)}) must be at least 1; "
                     "enable_fsdp2_prefetch=False turns prefetching off"
                 )
+        if self.tower_policy not in TOWER_POLICIES:
+            raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
         resolve_mp_policy(self.mp_policy)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Shards a model over the data ranks with FSDP2: one unit per block, one for the rest, gathered ahead of their use."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -7,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_automodel._compat import add_parameter_group
-from lightning_automodel.blocks import find_blocks, is_kept_in_float32, last_blocks
+from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
+from lightning_automodel.blocks import find_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, axis
 
@@ -21,6 +22,13 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     """
     mesh = fsdp_mesh(mesh)
     blocks = find_blocks(model)
+    towers = find_towers(model)
+    replicated: set[nn.Parameter] = set()
+    if config.tower_policy != "per_layer":
+        blocks = {name: block for name, block in blocks.items() if outermost(list(towers), name) is None}
+        if config.tower_policy == "replicate":
+            replicated = {p for tower in towers.values() for p in tower.parameters()}
+            _cast_to_compute(replicated, mp_policy)
     last = last_blocks(model, blocks)
     in_float32 = {p for name, p in model.named_parameters() if is_kept_in_float32(model, name)}
     for name, block in blocks.items():
@@ -29,8 +37,12 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
             reshard = name not in last  # the backward pass begins with the last block: do not free it in between
         _shard_unit(block, list(block.parameters()), mesh, mp_policy, in_float32, reshard)
     in_blocks = {p for block in blocks.values() for p in block.parameters()}
-    rest = [p for p in model.parameters() if p not in in_blocks]
-    _shard_unit(model, rest, mesh, mp_policy, in_float32, None)
+    rest = [p for p in model.parameters() if p not in in_blocks | replicated]
+    _shard_unit(model, rest, mesh, mp_policy, in_float32, None, replicated)
+    if towers:
+        # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
+        # there, and all ranks must reduce the same parameters.
+        reduce_unused_parameters(model)
     if config.enable_fsdp2_prefetch:
         set_prefetch(list(blocks.values()), config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
@@ -42,6 +54,7 @@ def _shard_unit(
     mp_policy: MixedPrecisionPolicy,
     in_float32: set[nn.Parameter],
     reshard: bool | int | None,
+    replicated: Iterable[nn.Parameter] = (),
 ) -> None:
     """One FSDP2 unit with a group of parameters per storage and compute dtype, the largest first.
 
@@ -55,10 +68,17 @@ def _shard_unit(
     ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
     policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
     others = [group for _, group in ordered[1:]]
-    ignored = {p for group in others for p in group}
+    ignored = {p for group in others for p in group} | set(replicated)
     fully_shard(unit, mesh=mesh, mp_policy=policies[0], reshard_after_forward=reshard, ignored_params=ignored)
     for group, policy in zip(others, policies[1:], strict=True):
         add_parameter_group(unit, group, policy)
+
+
+def _cast_to_compute(parameters: Iterable[nn.Parameter], mp_policy: MixedPrecisionPolicy) -> None:
+    """Nothing gathers these parameters, so nothing casts them when they are used."""
+    for parameter in parameters:
+        if mp_policy.param_dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(mp_policy.param_dtype)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -55,6 +55,7 @@ def compare(
     schedule: Schedule | None = None,
     config: FSDP2Config | None = None,
     make_parallel: Callable[[nn.Module, Any], nn.Module] | None = None,
+    draw: Callable[[Schedule, int, int], list[Batch]] | None = None,
 ) -> Differences:
     """Runs on every rank of an initialized process group; each rank computes the reference for itself.
 
@@ -64,6 +65,7 @@ def compare(
         world: number of ranks.
         schedule: steps, micro-batches, clipping.
         config: switches of the mesh's run.
+        draw: ``(schedule, step, data rank)`` to micro-batches; random text unless given.
         make_parallel: instead of ``parallelize(copy of the model, mesh, config)``.
     """
     schedule = schedule or Schedule()
@@ -73,8 +75,9 @@ def compare(
     model = make_parallel(model, mesh) if make_parallel else parallelize(model, mesh, config)
     model.train()
     data = axis(mesh, DP)
-    expected = _train(reference, schedule, list(range(data.size())))
-    actual = _train(model, schedule, [data.get_local_rank()])
+    draw = draw or batches
+    expected = _train(reference, schedule, list(range(data.size())), draw)
+    actual = _train(model, schedule, [data.get_local_rank()], draw)
     return _differences(expected, actual, mesh)
 
 
@@ -94,12 +97,12 @@ class _Step:
     parameters: dict[str, Tensor]
 
 
-def _train(model: nn.Module, schedule: Schedule, ranks: list[int]) -> list[_Step]:
+def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callable) -> list[_Step]:
     """One process takes the batches of all data ranks; a rank of the mesh takes its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=schedule.learning_rate)
     steps = []
     for step in range(schedule.steps):
-        micro = [(rank, batch) for rank in ranks for batch in batches(schedule, step, rank)]
+        micro = [(rank, batch) for rank in ranks for batch in draw(schedule, step, rank)]
         total = torch.zeros(())
         for i, (rank, batch) in enumerate(micro):
             torch.manual_seed(100 * rank + i % schedule.micro_batches)  # some routers sample while they train

@@ -1,0 +1,67 @@
+"""A vision-language model whose tower is frozen, on batches of which only some hold images."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+from lightning_automodel.blocks import find_towers
+from lightning_automodel.config import FSDP2Config
+from tests.harness.pool import Pool
+from tests.support.comparison import Batch, Schedule, compare
+
+IMAGE, PATCHES = 100, 4
+
+
+def build() -> nn.Module:
+    """A tiny LLaVA with two tower blocks, the tower frozen."""
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    text = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, image_seq_length=PATCHES)
+    )
+    for tower in find_towers(model).values():
+        tower.requires_grad_(False)
+    return model
+
+
+def draw(schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
+    """Images on the even data ranks only."""
+    generator = torch.Generator().manual_seed(10 * step + data_rank)
+    micro = []
+    for _ in range(schedule.micro_batches):
+        ids = torch.randint(3, IMAGE, (schedule.rows, schedule.length), generator=generator)
+        batch = {"input_ids": ids, "labels": ids}
+        if data_rank % 2 == 0:
+            ids[:, 1 : 1 + PATCHES] = IMAGE
+            batch["pixel_values"] = torch.randn(schedule.rows, 3, 28, 28, generator=generator)
+        micro.append(batch)
+    return micro
+
+
+def error(policy: str, sizes: dict[str, int], world: int) -> tuple[float, str]:
+    """Runs on each rank."""
+    return compare(build, sizes, world, config=FSDP2Config(tower_policy=policy), draw=draw).largest
+
+
+@pytest.mark.parametrize("policy", ["root", "replicate"])
+def test_a_batch_without_images_on_some_ranks(policy: str, pool2: Pool, pool4: Pool) -> None:
+    for pool, sizes in ((pool2, {"dp_shard": 2}), (pool4, {"dp_shard": 2, "tp": 2})):
+        for largest, name in pool.run(error, policy, sizes, pool.world_size):
+            assert largest <= 1e-5, name
+
+
+def test_a_tower_sharded_by_layer(pool2: Pool) -> None:
+    for largest, name in pool2.run(error, "per_layer", {"tp": 2}, 2):
+        assert largest <= 1e-5, name
