@@ -139,7 +139,7 @@ def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:
 def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_policy: MixedPrecisionPolicy) -> None:
     """Gives an FSDP2 unit one more group of parameters, with a dtype policy of its own.
 
-    FSDP2 keeps several groups per unit (for parameters on different meshes), but offers no public way to group by dtype.
+    FSDP2 keeps several groups per unit (for parameters on different meshes); grouping by dtype is not public.
     """
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
     if not hasattr(state, "_fsdp_param_groups"):
@@ -213,6 +213,7 @@ def replace_sampler_choice(
 
 # Nothing public lies between the last step on a loader and the reduction of what was logged.
 EvaluationLoop = _EvaluationLoop | _PredictionLoop
+METRIC_CACHE = "_computed"  # attribute of a torchmetrics metric: what compute() found since the last update()
 
 
 def get_fetcher(loop: EvaluationLoop) -> object:

@@ -3,14 +3,16 @@
 Each comes in a pair: what one does in the forward pass, its adjoint does in the backward pass (Megatron-LM's f and g,
 Shoeybi et al. 2019, section 3). "Whole" means equal on all ranks of the group; "part" means a term of a sum or a slice.
 
-    =============  ======================  =========================
-    function       forward                 backward
-    =============  ======================  =========================
-    copy_in        nothing                 all-reduce (whole -> parts)
-    reduce_out     all-reduce              nothing (parts -> whole)
-    gather         all-gather on ``dim``   slice
-    split          slice on ``dim``        all-gather
-    =============  ======================  =========================
+    =============  ==========================  ===========================
+    function       forward                     backward
+    =============  ==========================  ===========================
+    copy_in        nothing                     all-reduce (whole -> parts)
+    reduce_out     all-reduce                  nothing (parts -> whole)
+    gather         all-gather on ``dim``       slice
+    split          slice on ``dim``            all-gather
+    gather_in      all-gather on ``dim``       reduce-scatter
+    scatter_out    reduce-scatter on ``dim``   all-gather
+    =============  ==========================  ===========================
 """
 
 from typing import Any
@@ -50,6 +52,16 @@ def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return _Split.apply(x, dim, group)
 
 
+def gather_in(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+    """Joins the slices ``x`` where they enter work that is split over ``group``: gradients are summed and cut again."""
+    return _GatherIn.apply(x, dim, size, group)
+
+
+def scatter_out(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sums the partial results ``x`` over ``group`` and keeps this rank's slice of dimension ``dim``."""
+    return _ScatterOut.apply(x, dim, group)
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """``x``, whose gradient is multiplied by ``factor``."""
     return _ScaleGradient.apply(x, factor) if x.requires_grad else x
@@ -77,6 +89,19 @@ def _all_gather(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
     parts = [x.new_empty(padded) for _ in lengths]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    size, ranks = x.shape[dim], group.size()
+    length = shard_bounds(size, ranks, 0)[1]
+    if length * ranks != size:  # collectives need equal shapes: zeros fill what the last slices lack
+        shape = list(x.shape)
+        shape[dim] = length * ranks - size
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    parts = torch.stack(x.chunk(ranks, dim)) if dim else x.contiguous()
+    out = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+    dist.reduce_scatter_tensor(out, parts.flatten(0, 1) if dim else parts, group=group)
+    return out.narrow(dim, 0, shard_bounds(size, ranks, group.rank())[1])
 
 
 class _CopyIn(torch.autograd.Function):
@@ -131,3 +156,25 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grad, ctx.dim, ctx.size, ctx.group), None, None

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _COMING = {
-    "sequence_parallel": False,
     "patch_is_packed_sequence": False,
     "offload_policy": None,
     "autocast_dtype": None,
@@ -26,7 +25,7 @@ class FSDP2Config:
     """Switches of :class:`~lightning_automodel.FSDP2TPStrategy` (``docs``: what each is worth).
 
     Attributes:
-        sequence_parallel: residual stream sharded on the sequence over tp. Not available yet.
+        sequence_parallel: residual stream sharded on the sequence over tp: activations between layers take 1/tp.
         tp_plan: rules that complete or override the model's own tensor-parallel plan: a dict of name pattern to style
             name, or the import path of one or of a function ``model -> dict``.
         patch_is_packed_sequence: static shapes for compile. Not available yet.

@@ -44,7 +44,7 @@ def parallelize(
     if tp_mesh.size() > 1:
         plan = select_plan(model, config.tp_plan)
         validate_tp(model, tp_mesh.size())
-        layout = derive_layout(model, plan, tp_mesh.size())
+        layout = derive_layout(model, plan, tp_mesh.size(), config.sequence_parallel)
     if param_dtype is not None:
         cast_parameters(model, param_dtype)
     broadcast_weights(model, mesh)

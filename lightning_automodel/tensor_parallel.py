@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat import recorded_outputs
 from lightning_automodel.blocks import find_blocks, outermost, text_config
 from lightning_automodel.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
 from lightning_automodel.plans import Layout, ParameterLayout
+from lightning_automodel.sequence_parallel import Stream, install_sequence_parallel
 from lightning_automodel.styles import Enter, Leave
 
 Transform = Callable[[Tensor], Tensor]
@@ -36,8 +37,11 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout)
         model.get_submodule(name).__dict__.update(attributes)
     distribute_parameters(model, tp_mesh, layout)
     install_collectives(model, tp_mesh.get_group(), layout)
+    streams: dict[str, Stream] = {}
+    if layout.sequence is not None:
+        streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_recorded_shares(model, tp_mesh.size(), layout)
-    install_local_tensors(model, tp_mesh, layout)
+    install_local_tensors(model, tp_mesh, layout, streams)
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
@@ -73,11 +77,15 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
         if module_layout.enter is Enter.EMBED:
             _install_embedding(module, group)
             continue
+        if module_layout.enter is Enter.NORM:
+            _install_norm(module, group, name)
+            continue
         if enter := _enter_function(module_layout.enter, group):
             all_inputs = module_layout.enter is Enter.COPY_ALL
             module.register_forward_pre_hook(_enter_hook(enter, all_inputs), with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):
-            module.register_forward_hook(_leave_hook(leave))
+            all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
+            module.register_forward_hook(_leave_hook(leave, all_outputs))
 
 
 def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
@@ -94,13 +102,15 @@ def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
 
 def _leave_function(module: nn.Module, leave: Leave, group: ProcessGroup, model: nn.Module) -> Transform | None:
     match leave:
-        case Leave.REDUCE:
+        case Leave.REDUCE | Leave.REDUCE_ALL:
             return lambda x: reduce_out(x, group)
         case Leave.REDUCE_SPLIT:
             return lambda x: split(reduce_out(x, group), -1, group)
         case Leave.GATHER:
             size = _output_width(module)
             return lambda x: gather(x, -1, size, group)
+        case Leave.SPLIT_ROTARY:
+            return lambda x: split(x, 1 if x.ndim == 4 else -1, group)
         case Leave.COPY_ROTARY:
             rotary = text_config(model).qk_rope_head_dim
             return lambda x: torch.cat([x[..., :-rotary], copy_in(x[..., -rotary:], group)], -1)
@@ -132,12 +142,12 @@ def _enter_hook(function: Transform, all_inputs: bool) -> Callable:
     return hook_all if all_inputs else hook_first
 
 
-def _leave_hook(function: Transform) -> Callable:
-    """A forward hook that maps the first output."""
+def _leave_hook(function: Transform, all_outputs: bool) -> Callable:
+    """A forward hook that maps the first output, or all of them."""
 
     def hook(_: nn.Module, args: tuple, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (function(output[0]), *output[1:])
+            return tuple(map(function, output)) if all_outputs else (function(output[0]), *output[1:])
         return function(output)
 
     return hook
@@ -163,6 +173,21 @@ def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
             if padding_idx is not None:
                 self.padding_idx = padding_idx
         return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), group)
+
+    module.forward = MethodType(forward, module)
+
+
+def _install_norm(module: nn.Module, group: ProcessGroup, name: str) -> None:
+    """Normalizes features [..., width / tp] by the mean square of all ``width`` of them, which ``group`` holds together."""
+    if not isinstance(module, nn.RMSNorm):
+        raise ValueError(f"norm_across_heads is for torch.nn.RMSNorm, but {name} is a {type(module).__name__}")
+
+    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = copy_in(reduce_out(wide.square().sum(-1, keepdim=True), group), group)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normalized = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
+        return (normalized if self.weight is None else normalized * self.weight).to(x.dtype)
 
     module.forward = MethodType(forward, module)
 
@@ -208,9 +233,13 @@ class _LocalTensor:
     gradient: Placement
     zero: bool
     rows: tuple[int, int] | None
+    stream: Stream | None
+    """the gradient is a partial sum only while this stream is cut"""
 
 
-def install_local_tensors(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
+def install_local_tensors(
+    model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, streams: dict[str, Stream] | None = None
+) -> None:
     """During the forward pass of a block, and of the model for the rest, modules see local tensors as parameters.
 
     Per unit and not per module, because some parents read a child's weight without calling it.
@@ -222,7 +251,8 @@ def install_local_tensors(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout)
         for name in module._parameters:
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
-                units[unit].append(_local_tensor(module, name, parameter_layout, tp_mesh))
+                stream = (streams or {}).get(unit) if parameter_layout.sliced else None
+                units[unit].append(_local_tensor(module, name, parameter_layout, tp_mesh, stream))
     for name, tensors in units.items():
         unit_module = model.get_submodule(name)
         setattr(unit_module, _LOCAL_TENSORS, tensors)
@@ -230,12 +260,14 @@ def install_local_tensors(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout)
         unit_module.register_forward_hook(_swap_out, always_call=True)
 
 
-def _local_tensor(module: nn.Module, name: str, layout: ParameterLayout, tp_mesh: DeviceMesh) -> _LocalTensor:
+def _local_tensor(
+    module: nn.Module, name: str, layout: ParameterLayout, tp_mesh: DeviceMesh, stream: Stream | None
+) -> _LocalTensor:
     rank, rows = tp_mesh.get_local_rank(), None
     if layout.shared_heads:
         per_head = module.get_parameter(name).shape[0] // layout.shared_heads
         rows = (rank * layout.shared_heads // tp_mesh.size() * per_head, per_head)
-    return _LocalTensor(module, name, layout.gradient, zero=layout.on_first_rank and rank != 0, rows=rows)
+    return _LocalTensor(module, name, layout.gradient, layout.on_first_rank and rank != 0, rows, stream)
 
 
 def _swap_in(unit: nn.Module, args: tuple) -> None:
@@ -259,7 +291,8 @@ def _swap_out(unit: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
-    local = parameter.to_local(grad_placements=[entry.gradient])
+    partial = entry.stream is not None and entry.stream.length is not None
+    local = parameter.to_local(grad_placements=[Partial() if partial else entry.gradient])
     if entry.rows is not None:
         return local.narrow(0, *entry.rows)
     # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.

@@ -14,3 +14,6 @@ ADDITIONS: dict[str, dict[str, str]] = {
     "Inkling2ForCausalLM": _INKLING,
     "Inkling2TextForCausalLM": _INKLING,
 }
+
+WHOLE_BETWEEN_BLOCKS = {"Inkling2ForCausalLM", "Inkling2TextForCausalLM"}
+"""Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""

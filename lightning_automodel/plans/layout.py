@@ -8,7 +8,7 @@ The rules are those that were exact for every family (the letters are used in th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel.blocks import CONTAINERS, KEY_VALUE_PROJECTIONS, find_blocks, kv_heads, outermost, text_config
 from lightning_automodel.plans.selection import Plan
+from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
 from lightning_automodel.styles import STYLES, Enter, Leave, Style, style_of
 
 
@@ -28,12 +29,14 @@ class ParameterLayout:
         gradient: of the gradient that the backward pass gives for it.
         on_first_rank: the value counts on the first rank only (a bias that is added to partial sums).
         shared_heads: the parameter holds this many key/value heads, fewer than ranks; a rank uses one of them.
+        sliced: it works on a slice of the sequence while the stream is cut; the gradient is then a partial sum.
     """
 
     placement: Placement
     gradient: Placement
     on_first_rank: bool = False
     shared_heads: int | None = None
+    sliced: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,18 @@ class Layout:
     modules: dict[str, ModuleLayout] = field(default_factory=dict)
     boundaries: list[str] = field(default_factory=list)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """attributes of modules that change: the number of query heads per key/value head"""
+    """attributes of modules that change: the number of heads, or of query heads per key/value head"""
+    sequence: SequenceLayout | None = None
 
 
-def derive_layout(model: nn.Module, plan: Plan, tp: int) -> Layout:
+def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool = False) -> Layout:
     """Applies the rules above to ``model``, whose parameters may be on the meta device.
+
+    Args:
+        model: whose blocks, children and parameters are looked at.
+        plan: its rules.
+        tp: number of ranks of the tp axis.
+        sequence_parallel: cut the stream between the children of a block on the sequence.
 
     Raises:
         ValueError: for a style that is not known, or tied parameters whose styles contradict each other.
@@ -66,17 +76,37 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int) -> Layout:
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
             layout.modules[name] = ModuleLayout(style.enter, style.leave)
-        elif style.enter is Enter.DIVIDE:
+        elif style.enter in (Enter.DIVIDE, Enter.NORM):
             layout.modules[name] = ModuleLayout(style.enter)
+        if style.divides:
+            layout.attributes[name] = {style.divides: getattr(structure.modules[name], style.divides) // tp}
     for name in layout.boundaries:
-        layout.modules[name] = ModuleLayout(Enter.COPY_ALL, Leave.REDUCE)
+        own = structure.module_styles.get(name)
+        leave = Leave.REDUCE_ALL if own and own.leave is Leave.REDUCE_ALL else Leave.REDUCE
+        layout.modules[name] = ModuleLayout(Enter.COPY_ALL, leave)
     # What belongs to a split embedding (its norm, say) sees the tokens that its rank holds.
     split = layout.boundaries + [n for n, style in structure.module_styles.items() if style.enter is Enter.EMBED]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = outermost(split, name) is not None
         layout.parameters[name] = _parameter_layout(name, parameter, structure.parameter_styles.get(name), inside)
     share_heads(model, layout, tp)
+    if sequence_parallel:
+        planned = structure.module_styles.keys() | structure.parameter_styles.keys()
+        _cut_sequence(layout, derive_sequence_layout(model, find_blocks(model), layout.boundaries, planned))
     return layout
+
+
+def _cut_sequence(layout: Layout, sequence: SequenceLayout) -> None:
+    """The collectives of a closed child change, and what sees a slice of the tokens is marked."""
+    layout.sequence = sequence
+    for children in sequence.children.values():
+        for child, closed in children.items():
+            if closed:
+                del layout.modules[child]
+    for name in sequence.sliced:
+        parameter = layout.parameters[name]
+        if parameter.placement.is_replicate():
+            layout.parameters[name] = replace(parameter, sliced=True)
 
 
 def _parameter_layout(name: str, parameter: nn.Parameter, style: Style | None, inside: bool) -> ParameterLayout:

@@ -20,6 +20,6 @@ def validate_tp(model: nn.Module, tp: int) -> None:
     if tp not in fitting:
         raise ValueError(
             f"tp={tp} does not fit {type(model).__name__} with num_attention_heads={heads} and "
-            f"num_key_value_heads={kv_heads}: tp must divide the heads, and divide the key/value heads or be a multiple "
+            f"num_key_value_heads={kv_heads}: tp divides the heads, and divides the key/value heads or is a multiple "
             f"of them; use one of {', '.join(map(str, fitting))}"
         )

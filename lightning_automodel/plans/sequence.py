@@ -1,0 +1,70 @@
+"""Which children of a block see the whole sequence, and which parameters then have partial gradients."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_automodel.blocks import CONTAINERS
+from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
+
+STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
+"""Arguments of a block that hold one row per token: the stream first."""
+
+
+@dataclass
+class SequenceLayout:
+    """Sequence parallelism of a model.
+
+    Attributes:
+        block_lists: names of the blocks of each list that runs on a cut stream, in order.
+        children: by block, the children that see the whole sequence; ``True`` for a boundary of tensor parallelism.
+        sliced: names of the parameters that see a slice of the sequence only.
+    """
+
+    block_lists: list[list[str]] = field(default_factory=list)
+    children: dict[str, dict[str, bool]] = field(default_factory=dict)
+    sliced: set[str] = field(default_factory=set)
+
+
+def derive_sequence_layout(
+    model: nn.Module, blocks: dict[str, nn.Module], boundaries: list[str], planned: set[str]
+) -> SequenceLayout:
+    """Finds the children by structure: those that hold a planned module or a matrix see the whole sequence.
+
+    Args:
+        model: the whole model.
+        blocks: its blocks by name.
+        boundaries: names of the boundary children.
+        planned: names of modules and parameters that the plan names.
+    """
+    layout = SequenceLayout()
+    lists: dict[str, list[str]] = {}
+    for name in blocks:
+        if any(other.startswith(f"{name}.") for other in planned):
+            lists.setdefault(name.rpartition(".")[0], []).append(name)
+    whole_between = type(model).__name__ in WHOLE_BETWEEN_BLOCKS
+    for names in lists.values():
+        layout.block_lists += [[name] for name in names] if whole_between else [names]
+        for name in names:
+            children = _whole_children(blocks[name], name, boundaries, planned)
+            layout.children[name] = children
+            for parameter, _ in blocks[name].named_parameters(name):
+                if not any(parameter.startswith(f"{child}.") for child in children):
+                    layout.sliced.add(parameter)
+    return layout
+
+
+def _whole_children(module: nn.Module, name: str, boundaries: list[str], planned: set[str]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}"
+        if isinstance(child, CONTAINERS):
+            found.update(_whole_children(child, full, boundaries, planned))
+        elif _mixes_tokens(child, full, planned):
+            found[full] = full in boundaries
+    return found
+
+
+def _mixes_tokens(module: nn.Module, name: str, planned: set[str]) -> bool:
+    has_matrix = any(p.ndim >= 2 for p in module.parameters())
+    return has_matrix or any(n == name or n.startswith(f"{name}.") for n in planned)
