@@ -23,14 +23,23 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(grads, norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        local = to_local_if_dtensor(grad)
-        by_kind.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), locals_ in by_kind.items():
-        torch._foreach_mul_(locals_, factor.to(device=device, dtype=dtype))
+    scale_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def scale_(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies ``gradients`` in place, DTensors on each rank's shard.
+
+    Args:
+        gradients: of any dtypes, on any devices.
+        factor: a scalar tensor, equal on all ranks; kept in float32, also where gradients are narrower.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        local = to_local_if_dtensor(gradient)
+        by_kind.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), locals_ in by_kind.items():
+        torch._foreach_mul_(locals_, factor.to(device, torch.float32))
 
 
 def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:

@@ -1,0 +1,1 @@
+"""Runnable examples; each module says what it shows."""

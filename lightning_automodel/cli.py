@@ -1,0 +1,84 @@
+"""The command ``lightning-automodel``: fit, validate, test and predict from a YAML file and switches."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.finetuning import CausalLM, TextDataModule
+
+
+class AutomodelCLI(LightningCLI):
+    """LightningCLI with this package's model, data and strategy until others are named."""
+
+    def __init__(self, args: Sequence[str] | None = None) -> None:
+        super().__init__(
+            model_class=L.LightningModule,
+            datamodule_class=L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            args=None if args is None else list(args),
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Makes our classes the default of ``--model``, ``--data`` and ``--trainer.strategy``."""
+        defaults = {"model": CausalLM, "data": TextDataModule, "trainer.strategy": FSDP2TPStrategy}
+        parser.set_defaults(
+            {key: {"class_path": f"{cls.__module__}.{cls.__qualname__}"} for key, cls in defaults.items()}
+        )
+
+    def instantiate_classes(self) -> None:
+        """Lets a class's refusal of its arguments through; jsonargparse wraps it in a list of attempts."""
+        refusals: list[ValueError] = []
+
+        def instantiate(cls: type, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return cls(*args, **kwargs)
+            except ValueError as refusal:
+                refusals.append(refusal)
+                raise
+
+        # The model and the data have instantiators of Lightning's, which come first.
+        self.parser.add_instantiator(instantiate, object)
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            candidates = [*refusals, error.__cause__, error]
+            raise next((e for e in candidates if e is not None and _is_ours(e)), error) from None
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Adds a progress bar that shows small learning rates, unless the configuration has one or wants none."""
+        trainer = self._get(self.config_init, "trainer", default={})
+        callbacks = trainer.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if trainer.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            callbacks = [*callbacks, TQDMProgressBar(refresh_rate=10)]
+        return super().instantiate_trainer(**{"callbacks": callbacks, **kwargs})
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point. A mistake in the configuration ends with its message and exit code 1, on every rank."""
+    try:
+        AutomodelCLI(args)
+    except ValueError as error:
+        if not _is_ours(error):
+            raise
+        sys.stderr.write(f"lightning-automodel: error: {error}\n")  # in one piece: other ranks write too
+        sys.exit(1)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised the error, which then says by itself what to do."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals["__name__"].startswith("lightning_automodel.")
+
+
+if __name__ == "__main__":
+    main()

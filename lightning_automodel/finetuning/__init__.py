@@ -1,0 +1,8 @@
+"""What most users would write by hand: a module, a data module and callbacks for fine-tuning language models."""
+
+from lightning_automodel.finetuning.causal_lm import CausalLM
+from lightning_automodel.finetuning.data import TextDataModule
+from lightning_automodel.finetuning.export import HuggingFaceExport
+from lightning_automodel.finetuning.schedule import WarmupCosine
+
+__all__ = ["CausalLM", "HuggingFaceExport", "TextDataModule", "WarmupCosine"]

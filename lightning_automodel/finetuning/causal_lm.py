@@ -1,0 +1,211 @@
+"""The module: a causal language model trained with a loss that is weighed by tokens."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lightning_automodel.finetuning.rows import IGNORED
+from lightning_automodel.finetuning.schedule import WarmupCosine
+from lightning_automodel.finetuning.token_loss import Perplexity, TokenLoss, TokenWindow, count_targets
+from lightning_automodel.gradients import scale_
+
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+Batch = dict[str, Tensor]  # each [batch, seq]
+
+
+class CausalLM(L.LightningModule):
+    """Fine-tunes any Hugging Face causal language model; logs what a run is judged by.
+
+    The loss of an optimizer step is the mean over all its target tokens: of every micro-batch, of every data rank, of a
+    last window with fewer micro-batches too. Logged: ``train/loss`` (that mean), ``train/tokens`` (targets so far),
+    ``train/tokens_per_second`` (targets), ``lr``; ``val/loss``, ``val/perplexity``, and the same under ``test``, exact
+    over the whole data set. Losses that a model adds of its own (router balancing) keep their weight only where each
+    micro-batch has as many targets as tokens.
+
+    Args:
+        model: name on the hub, or directory with config and weights.
+        optimizer: from parameters to an optimizer; on the command line a class path and its arguments.
+        lr_scheduler: from the optimizer to a schedule, stepped once per optimizer step; ``None``: constant.
+        model_kwargs: more arguments of ``from_pretrained``: ``attn_implementation``, ``trust_remote_code``, ``dtype``
+            (by default what the trainer's precision asks for)...
+        from_scratch: random weights from the config; the directory then needs none.
+
+    Raises:
+        ValueError: if ``model`` is a directory that does not exist or holds no weights.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = WarmupCosine,
+        model_kwargs: dict[str, Any] | None = None,
+        from_scratch: bool = False,
+    ) -> None:
+        super().__init__()
+        check_weights(model, from_scratch)
+        self.model_name = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.model_kwargs = model_kwargs or {}
+        self.from_scratch = from_scratch
+        self.model: PreTrainedModel | None = None
+        self.metrics = torch.nn.ModuleDict(
+            {split: torch.nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity()}) for split in ("val", "test")}
+        )
+        self._window = TokenWindow()
+        self._tokens_seen = torch.zeros((), dtype=torch.float64)  # moves to the device with the first step
+        self._clock = 0.0
+
+    def configure_model(self) -> None:
+        """Builds the model, once, where and how the strategy wants it."""
+        if self.model is not None:
+            return
+        # Without a dtype transformers keeps that of the files; the default dtype is what the precision plugin asks for.
+        kwargs = {"dtype": torch.get_default_dtype(), **self.model_kwargs}
+        if self.from_scratch:
+            remote = {k: v for k, v in kwargs.items() if k == "trust_remote_code"}
+            config = AutoConfig.from_pretrained(self.model_name, **remote)
+            self.model = AutoModelForCausalLM.from_config(config, **kwargs)
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(self.model_name, **kwargs)
+        # from_pretrained returns a model in evaluation mode, and the trainer keeps the mode that it finds.
+        self.model.train()
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over what requires a gradient, and the schedule per optimizer step."""
+        optimizer = self.optimizer(p for p in self.parameters() if p.requires_grad)
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}}
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Tells the schedule how long the run is, and starts the clock of the throughput."""
+        # Not in configure_optimizers: the estimate sets the data loader up, before a resume could restore its state.
+        schedulers = self.lr_schedulers()
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
+                scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
+        self._window.reset()
+        self._clock = time.perf_counter()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Token losses summed, over a constant; ``on_before_optimizer_step`` makes the gradients those of the mean."""
+        targets = count_targets(batch["labels"])
+        capacity = self._window.agree_on_capacity(batch["labels"], self._data_group)
+        loss = self._forward(batch, num_items_in_batch=capacity).loss
+        self._window.add(targets, loss * capacity)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Weighs the gradients, before clipping sees them, and logs the step."""
+        group = self._data_group
+        targets, loss_sum = self._window.close(group)
+        ranks = dist.get_world_size(group) if group is not None else 1
+        assert self._window.capacity is not None
+        factor = self.trainer.accumulate_grad_batches * ranks * self._window.capacity / targets.clamp(min=1)
+        scale_((p.grad for p in self.parameters() if p.grad is not None), factor)
+        self._log_step(targets, loss_sum, optimizer)
+
+    def on_validation_end(self) -> None:
+        """Keeps the time of a validation out of the throughput."""
+        self._clock = time.perf_counter()
+
+    def _log_step(self, targets: Tensor, loss_sum: Tensor, optimizer: Optimizer) -> None:
+        now = time.perf_counter()
+        self._tokens_seen = self._tokens_seen + targets
+        self.log("train/loss", (loss_sum / targets.clamp(min=1)).float(), prog_bar=True)
+        self.log("train/tokens", self._tokens_seen.float())
+        self.log("train/tokens_per_second", (targets / (now - self._clock)).float(), prog_bar=True)
+        self.log("lr", optimizer.param_groups[0]["lr"], prog_bar=True)
+        self._clock = now
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds to ``val/loss`` and ``val/perplexity``."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Adds to ``test/loss`` and ``test/perplexity``."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Batch:
+        """What the model thinks of given texts.
+
+        Returns:
+            ``log_likelihood``, float32 [batch], natural logarithm, and ``tokens``, int64 [batch], how many it sums.
+        """
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = self._forward(inputs).logits[:, :-1].float()  # [batch, seq - 1, vocab]
+        targets = batch["labels"][:, 1:]  # [batch, seq - 1]
+        losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+        return {"log_likelihood": -losses.sum(1), "tokens": (targets != IGNORED).sum(1)}
+
+    def _evaluate(self, batch: Batch, split: str) -> None:
+        targets = count_targets(batch["labels"])
+        loss_sum = self._forward(batch, num_items_in_batch=1).loss
+        for name, metric in self.metrics[split].items():  # type: ignore[operator]
+            metric.update(loss_sum, targets)
+            self.log(f"{split}/{name}", metric, on_step=False, on_epoch=True, prog_bar=name == "loss")
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the number of tokens seen."""
+        checkpoint["tokens_seen"] = float(self._tokens_seen)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on counting tokens where the checkpoint stopped."""
+        self._tokens_seen = torch.tensor(checkpoint.get("tokens_seen", 0.0), dtype=torch.float64)
+
+    def _forward(self, batch: Batch, **kwargs: Any) -> Any:
+        assert self.model is not None, "configure_model has not run"
+        return self.model(**batch, use_cache=False, **kwargs)
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold different data; ``None`` if there is only this one."""
+        strategy = self.trainer.strategy
+        if hasattr(strategy, "data_group"):
+            return strategy.data_group
+        return dist.group.WORLD if dist.is_initialized() and self.trainer.world_size > 1 else None
+
+
+def check_weights(model: str, from_scratch: bool = False) -> None:
+    """Refuses a directory that ``from_pretrained`` could not load. Names on the hub pass.
+
+    Raises:
+        ValueError: naming the directory, what it lacks and the way out.
+    """
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ValueError(
+                f"model={model!r} is not a directory; give one that save_pretrained wrote, or a name on the hub"
+            )
+        return
+    wanted: Iterable[str] = ("config.json",) if from_scratch else _WEIGHTS
+    if not any((directory / name).is_file() for name in wanted):
+        held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+        raise ValueError(
+            f"model={model!r} has none of {', '.join(wanted)} (it holds {held}); give a directory that save_pretrained "
+            "wrote" + ("" if from_scratch else ", or from_scratch=True for random weights from its config.json")
+        )

@@ -1,0 +1,93 @@
+"""Losses weighed by tokens: over an optimizer step while training, over a whole data set while evaluating."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_automodel.finetuning.rows import IGNORED
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """How many tokens a causal model's loss counts, an int64 scalar on the device of ``labels`` [batch, seq].
+
+    The first position is nobody's target, because the model shifts labels by one.
+    """
+    return (labels[:, 1:] != IGNORED).sum()
+
+
+class TokenWindow:
+    """Target count and loss sum of the micro-batches of one optimizer step, on the device, without synchronization.
+
+    Every micro-batch's loss is its sum over tokens divided by one ``capacity``. What the gradient lacks to the mean
+    over all tokens of the step is one factor, known when the last micro-batch is through::
+
+        the loop makes     1 / (micro-batches * ranks) * sum over micro-batches and ranks of (loss sum / capacity)
+        the mean is        1 / tokens                  * sum over micro-batches and ranks of  loss sum
+        so the factor is   micro-batches * ranks * capacity / tokens
+    """
+
+    def __init__(self) -> None:
+        self.capacity: int | None = None
+        self._sums: Tensor | None = None
+
+    def agree_on_capacity(self, labels: Tensor, group: dist.ProcessGroup | None) -> int:
+        """The divisor of every loss of this run: tokens of the largest first micro-batch of any data rank.
+
+        Any constant that all ranks share would do; this one keeps losses, and so half-precision gradients, near 1.
+        """
+        if self.capacity is None:
+            largest = torch.tensor(labels.numel(), device=labels.device)
+            if group is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            self.capacity = int(largest)
+        return self.capacity
+
+    def add(self, targets: Tensor, loss_sum: Tensor) -> None:
+        """Counts one micro-batch; both are scalars."""
+        sums = torch.stack([targets.double(), loss_sum.detach().double()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def close(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Target count and loss sum of ``group``, float64 scalars, in one all-reduce; starts a new window."""
+        assert self._sums is not None, "an optimizer step without a training step"
+        sums, self._sums = self._sums, None
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        return sums[0], sums[1]
+
+    def reset(self) -> None:
+        """Forgets an unfinished window."""
+        self._sums = None
+
+
+class TokenLoss(Metric):
+    """Mean loss per target token, exact over uneven batches and ranks."""
+
+    full_state_update = False
+    higher_is_better = False
+    loss_sum: Tensor
+    targets: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("targets", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, loss_sum: Tensor, targets: Tensor) -> None:
+        """Adds the loss summed over a batch and its number of targets, both scalars."""
+        # Not in place: a state that was made under inference mode could then not be updated outside of it.
+        self.loss_sum = self.loss_sum + loss_sum.double()
+        self.targets = self.targets + targets
+
+    def compute(self) -> Tensor:
+        """The mean, float32; 0 if there was no target."""
+        return (self.loss_sum / self.targets.clamp(min=1)).float()
+
+
+class Perplexity(TokenLoss):
+    """The exponential of the mean loss per target token."""
+
+    def compute(self) -> Tensor:
+        """The perplexity, float32."""
+        return super().compute().exp()

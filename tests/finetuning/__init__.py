@@ -1,0 +1,1 @@
+"""Tests of the module, the data module, the callbacks and the command that users touch."""

@@ -1,0 +1,88 @@
+"""The command trains, evaluates and predicts, and answers a mistake with one line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_automodel.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
+
+
+@pytest.fixture
+def config(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration file for a short run in ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    for index in range(8):
+        (tmp_path / f"{index}.txt").write_text(f"{index}: the lazy dog sleeps. " * (index + 1))
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "the", "completion": " fox"}\n')
+    content = {
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 2,
+            "default_root_dir": str(tmp_path / "run"),
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": "run", "version": 0},
+            },
+        },
+        "model": {"init_args": {"model": str(model_dir)}},
+        "data": {
+            "init_args": {
+                "train_files": "*.txt",
+                "val_fraction": 0.25,
+                "test_files": "*.txt",
+                "predict_files": ["chat.jsonl"],
+                "sequence_length": 32,
+                "cache_dir": "cache",
+            }
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--config", str(config), "--trainer.strategy=auto"]
+    for _ in range(2):
+        main(["fit", *common, "--model.optimizer=SGD", "--model.optimizer.lr=0.5"])
+    assert "train/tokens_per_second" in capsys.readouterr().out
+    saved = yaml.safe_load((tmp_path / "run/lightning_logs/version_0/config.yaml").read_text())
+    assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
+    for command in ("validate", "test", "predict"):
+        main([command, *common])
+    assert "test/loss" in capsys.readouterr().out
+
+
+def test_our_refusals_are_one_line_and_exit_code_1(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistakes = {
+        "--model.model=/nowhere/model": "model='/nowhere/model' is not a directory",
+        "--data.sequence_length=1": "sequence_length=1: a row needs 2 tokens",
+        "--data.train_files=nothing.txt": "'nothing.txt' matches no file",
+        "--trainer.strategy.tp=0": "tp=0",
+    }
+    for argument, message in mistakes.items():
+        strategy = [] if "strategy" in argument else ["--trainer.strategy=auto"]
+        with pytest.raises(SystemExit) as exit_info:
+            main(["fit", "--config", str(config), *strategy, argument])
+        assert exit_info.value.code == 1
+        (line,) = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-automodel: error:")
+        ]
+        assert message in line
+
+
+def test_the_strategy_of_this_package_is_the_default(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(config), "--trainer.strategy.tp=2", "--print_config"])
+    strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert strategy["class_path"].endswith("FSDP2TPStrategy")
+    assert strategy["init_args"]["tp"] == 2
+
+
+def test_errors_of_others_keep_their_traceback(config: Path) -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        main(["fit", "--config", str(config), "--model.optimizer=SGD", "--model.optimizer.lr=-1"])

@@ -1,0 +1,128 @@
+"""The gradient of an optimizer step is that of the mean over all its tokens, however they are spread."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.finetuning import CausalLM
+from tests.harness.pool import Pool
+
+Batch = dict[str, Tensor]
+Step = tuple[float, dict[str, Tensor]]  # train/loss and the gradients that the optimizer sees
+
+
+class Recorder(CausalLM):
+    """Remembers what the optimizer sees; a learning rate of 0 keeps every step at the same weights."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, optimizer=lambda parameters: SGD(parameters, lr=0.0), lr_scheduler=None)
+        self.steps: list[Step] = []
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        gradients = {name: _full(p.grad).clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.steps.append((float(self.trainer.callback_metrics["train/loss"]), gradients))
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _batches(count: int) -> list[Batch]:
+    """Micro-batches of different shapes, from almost no to almost all tokens trained on; the fourth has none."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for index in range(count):
+        shape = (1 + index % 3, 10 + 5 * (index % 4))
+        ids = torch.randint(4, 300, shape, generator=generator)
+        ignored = torch.rand(shape, generator=generator) < (1.0 if index == 3 else 0.15 * (index % 5))
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(ignored, -100)})
+    return batches
+
+
+def _fit(model_dir: str, batches: list[Batch], accumulate: int, **trainer: Any) -> list[Step]:
+    module = Recorder(model_dir)
+    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    L.Trainer(**(settings | trainer), accumulate_grad_batches=accumulate, enable_progress_bar=False).fit(
+        module,
+        DataLoader(batches, batch_size=None, shuffle=False),  # type: ignore[arg-type]
+    )
+    return module.steps
+
+
+def _fit_share(model_dir: str, shares: list[list[Batch]], accumulate: int, sizes: dict[str, int]) -> list[Step]:
+    """Runs on a rank: trains on the share of the batches that its data rank has."""
+    rank = int(os.environ["RANK"])
+    strategy = FSDP2TPStrategy(**sizes)
+    share = shares[rank // sizes.get("tp", 1)]
+    return _fit(model_dir, share, accumulate, devices=2, strategy=strategy, use_distributed_sampler=False)
+
+
+def _one_big_batch(model_dir: Path, batches: list[Batch]) -> Step:
+    """Loss and gradients of the mean over all tokens of ``batches``, with plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    loss = sum(model(**batch, num_items_in_batch=1).loss for batch in batches) / max(tokens, 1)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _assert_same(step: Step, expected: Step) -> None:
+    assert step[0] == pytest.approx(expected[0], rel=1e-6)
+    for name, gradient in expected[1].items():
+        error = (step[1][name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def test_accumulation_equals_one_big_batch_in_partial_windows_too(model_dir: Path) -> None:
+    batches = _batches(5)
+    steps = _fit(str(model_dir), batches, accumulate=2)
+    assert len(steps) == 3
+    for index, step in enumerate(steps):
+        _assert_same(step, _one_big_batch(model_dir, batches[2 * index : 2 * index + 2]))
+
+
+def test_a_step_without_targets_has_no_gradient(model_dir: Path) -> None:
+    batches = _batches(4)[3:]
+    ((loss, gradients),) = _fit(str(model_dir), batches, accumulate=1)
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}, {"tp": 2}], ids=str)
+def test_ranks_with_different_token_counts_equal_one_process(
+    model_dir: Path, pool2: Pool, sizes: dict[str, int]
+) -> None:
+    batches = _batches(6)
+    shares = [batches[:3], batches[3:]] if "tp" not in sizes else [batches]
+    ranks = pool2.run(_fit_share, str(model_dir), shares, 2, sizes, trainer=True)
+    count = len(shares[0])
+    for start in range(0, count, 2):
+        window = [batch for share in shares for batch in share[start : start + 2]]
+        expected = _one_big_batch(model_dir, window)
+        for steps in ranks:
+            _assert_same(steps[start // 2], expected)
+
+
+def test_clipping_sees_the_weighed_gradient(model_dir: Path) -> None:
+    batches = _batches(2)
+    norms: list[Tensor] = []
+
+    class Watch(L.Callback):
+        def on_before_zero_grad(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            if gradients:
+                norms.append(torch.nn.utils.get_total_norm(gradients))
+
+    _fit(str(model_dir), batches * 2, accumulate=2, gradient_clip_val=0.01, callbacks=[Watch()])
+    torch.testing.assert_close(norms[-1], torch.tensor(0.01), rtol=1e-4, atol=0)
