@@ -4,10 +4,12 @@ What stands here may break with a new release of these libraries; what stands el
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -26,23 +28,26 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from lightning_automodel.shards import local_tensor, pieces
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
 __all__ = [
     "PrefetchDataFetcher",
+    "StridedShard",
     "add_worker_init_fn",
     "call_strategy_hook",
     "default_timeout",
-    "local_slice",
     "optimizers_to_device",
     "patched_pretrained_loading",
     "root_mesh",
@@ -64,7 +69,9 @@ def patched_pretrained_loading(
         "_finalize_model_loading": finalize,
     }
     originals = {name: PreTrainedModel.__dict__[name] for name in names}
+    shard_operation = core_model_loading.DtensorShardOperation
     try:
+        core_model_loading.DtensorShardOperation = ExactShardOperation  # type: ignore[misc]
         for name, function in names.items():
             original = originals[name]
             if isinstance(original, staticmethod):
@@ -73,6 +80,7 @@ def patched_pretrained_loading(
                 setattr(PreTrainedModel, name, _method(function, original))
         yield
     finally:
+        core_model_loading.DtensorShardOperation = shard_operation  # type: ignore[misc]
         for name, original in originals.items():
             setattr(PreTrainedModel, name, original)
 
@@ -84,22 +92,35 @@ def _method(function: Callable, original: Callable) -> Callable:
     return method
 
 
-def local_slice(value: Tensor, like: DTensor) -> DTensor:
-    """The whole ``value`` (equal on all ranks) as a DTensor that lies as ``like`` does.
+class ExactShardOperation(DtensorShardOperation):
+    """transformers' reader of a rank's slices, with the boxes of ``shards.pieces``.
 
-    ``distribute_tensor`` refuses the strided shards that FSDP2 makes of a tensor-parallel parameter, so the local slice
-    is cut by transformers' own reader, which knows them.
+    Its own offsets assume that all tensor-parallel parts are equally long (a vocabulary that tp divides, and so on).
     """
-    local = DtensorShardOperation(like).shard_tensor(value, device=value.device, dtype=value.dtype)
-    assert local is not None
-    return DTensor.from_local(
-        local.clone(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+
+    def __init__(self, param: DTensor) -> None:
+        super().__init__(param)
+        self._shape = list(param.shape)
+        self._pieces = pieces(param)
+        self._local_shape = tuple(local_tensor(param).shape)
+
+    def shard_tensor(
+        self,
+        source: Any,
+        tensor_idx: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor | None:
+        """This rank's part of ``source``: a tensor, or an unread entry of a file."""
+        shape = list(source.shape) if isinstance(source, Tensor) else source.get_shape()
+        if shape != self._shape:  # one of several tensors that a conversion puts together
+            return super().shard_tensor(source, tensor_idx=tensor_idx, device=device, dtype=dtype)
+        if len(self._pieces) == 1:
+            return self._pieces[0].of_whole(source).to(device=device, dtype=dtype)
+        local = torch.empty(self._local_shape, device=device, dtype=dtype or source.dtype)
+        for piece in self._pieces:
+            piece.of_local(local).copy_(piece.of_whole(source))
+        return local
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -112,7 +133,7 @@ def strided_shard(dim: int, groups: int) -> Placement:
 
     torch has this placement under a private name: FSDP2 makes it, and transformers' plans need it for fused weights.
     """
-    return _StridedShard(dim, split_factor=groups)
+    return StridedShard(dim, split_factor=groups)
 
 
 def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module, int]]:
@@ -132,7 +153,7 @@ def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Modul
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:
-    """What ``monitor`` measures with, one per stage. Lightning sets ``trainer.world_size`` there and offers no other."""
+    """What ``monitor`` measures with, one per stage: Lightning gives it ``trainer.world_size``; no way in."""
     return list(monitor._throughputs.values())
 
 
@@ -256,7 +277,7 @@ def discarded_logs(
     try:
         yield
     finally:
-        new = {key: entry for key, entry in results.items() if key not in kept}
+        new = {key: entry for key, entry in results.items() if key not in kept or kept[key].has_reset}
         results.clear()
         results.update(kept)
         results.batch = results.batch_size = None
@@ -279,3 +300,46 @@ def reduce_unused_parameters(unit: nn.Module) -> None:
     setter = getattr(unit, "set_reduce_scatter_unused_params", None)
     if setter is not None:
         setter(True, recurse=False)
+
+
+# ---- calls and shards of modules -------------------------------------------------------------------------------------
+
+
+def wrap_call(module: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
+    """Puts ``wrap(call)`` in the place of what ``module(...)`` runs, its hooks included.
+
+    ``__call__`` belongs to the class; torch keeps one slot of the instance for it, which ``module.compile()`` fills.
+    """
+    module._compiled_call_impl = wrap(module._compiled_call_impl or module._call_impl)
+
+
+@contextmanager
+def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
+    """Within this context the forward pass leaves the parameters of FSDP2 units gathered.
+
+    FSDP2 sets this publicly, but does not tell what it was before.
+    """
+    states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    automatic = [state._auto_reshard_after_forward for state in states]
+    meshes = [group.post_forward_mesh_info for group in groups]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for state, value in zip(states, automatic, strict=True):
+            state._auto_reshard_after_forward = value
+        for group, mesh in zip(groups, meshes, strict=True):
+            group.post_forward_mesh_info = mesh
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Ends the program if ``condition`` is false, without waiting for the device: torch checks class indices like that.
+
+    Private, because it ruins the CUDA context; there is no public check without a synchronization.
+    """
+    torch._assert_async(condition, message)

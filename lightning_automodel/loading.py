@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import local_slice, patched_pretrained_loading
+from lightning_automodel._compat import patched_pretrained_loading
 from lightning_automodel.blocks import is_kept_in_float32
+from lightning_automodel.shards import copy_from_whole
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
@@ -81,7 +82,12 @@ def initialize_missing(model: nn.Module, initialize: Callable[[], None]) -> None
 def _slice_like(value: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
     assert isinstance(like, DTensor)
     broadcast(value.data, like.device_mesh)
-    new = nn.Parameter(local_slice(value.data, like), requires_grad=value.requires_grad)
+    local = torch.empty_like(like.to_local(), device=value.device)
+    sliced = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    copy_from_whole(sliced, value.data)
+    new = nn.Parameter(sliced, requires_grad=value.requires_grad)
     new.__dict__.update(value.__dict__)
     return new
 

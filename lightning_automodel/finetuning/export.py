@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from lightning_automodel.shards import gather_whole
 
 
 class HuggingFaceExport(L.Callback):
@@ -29,13 +32,17 @@ class HuggingFaceExport(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank takes part; rank 0 writes, and the others wait."""
         model = _model_of(pl_module)
-        state_dict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        state_dict = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
         if trainer.is_global_zero:
             _save(model, state_dict, self.dirpath)
             tokenizer = getattr(getattr(trainer, "datamodule", None), "loaded_tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(self.dirpath)
         trainer.strategy.barrier("HuggingFaceExport")
+
+
+def _whole(tensor: Tensor) -> Tensor | None:
+    return gather_whole(tensor) if dist.is_initialized() else tensor.detach().cpu()
 
 
 def _model_of(module: L.LightningModule) -> PreTrainedModel:

@@ -1,19 +1,29 @@
 """Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction under FSDP2."""
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
-PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
+from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
 
-_STORED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-_COMPUTED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
+
+_STORED = {"bf16-true": torch.bfloat16}
+_COMPUTED = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class FSDP2Precision(Precision):
-    """Precision of parameters and compute under FSDP2; buffers keep their dtype.
+    """Precision of parameters and compute under FSDP2.
 
     ============  ==================  =======================================
     precision     parameters stored   compute / reduction of gradients
@@ -22,24 +32,127 @@ class FSDP2Precision(Precision):
     bf16-true     bfloat16            bfloat16 / float32
     bf16-mixed    float32             bfloat16 / float32
     16-mixed      float32             float16 / float32, with loss scaling
-    16-true       float16             float16 / float32
     ============  ==================  =======================================
+
+    FSDP2 casts parameters and floating-point inputs; there is no autocast, and buffers keep their dtype.
+
+    Args:
+        precision: one of the names above.
+
+    Raises:
+        ValueError: for any other name.
     """
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         if precision not in get_args(PrecisionName):
-            raise ValueError(
-                f"precision={precision!r} is not supported by this strategy; use one of {', '.join(get_args(PrecisionName))}"
-            )
+            raise ValueError(f"precision={precision!r} is not available under this strategy; {_way_out()}")
         self.precision = precision
         self.param_dtype = _STORED.get(precision, torch.float32)
         compute = _COMPUTED.get(precision)
-        reduce = torch.float32 if precision != "32-true" else None
-        self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+        self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+        self.scaler: AgreedGradScaler | None = None
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Creates the loss scaler, on the device of the model; a later run keeps its state."""
+        if self.precision == "16-mixed" and self.scaler is None:
+            self.scaler = AgreedGradScaler(next(model.parameters()).device.type)
+        return model, optimizers, lr_schedulers
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        """Scales the loss."""
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Forward and backward pass, hooks and clipping on true gradients, the step unless a gradient overflowed."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError("precision='16-mixed' scales the loss, which LBFGS cannot; use 'bf16-mixed' or '32-true'")
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step skipped the batch
+            return result
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        return self.scaler.step(optimizer, **kwargs)
+
+    # ---- clipping ----------------------------------------------------------------------------------------------------
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips true gradients, also when called by hand before the step."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self.scaler is not None and clip_val > 0:
+            self.scaler.unscale_(optimizer)
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips by the norm over all ranks and parameters."""
+        clip_grad_norm_(self.main_params(optimizer), float(clip_val))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips each element, on the rank that has it."""
+        for parameter in self.main_params(optimizer):
+            if parameter.grad is not None:
+                to_local_if_dtensor(parameter.grad).clamp_(-clip_val, clip_val)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, equal on all ranks."""
+        return self.scaler.state_dict() if self.scaler is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the loss scale of a checkpoint."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+def choose_precision(name: str, plugin: Precision | None) -> FSDP2Precision:
+    """The plugin for ``Trainer(precision=name)`` or ``Trainer(plugins=plugin)``.
+
+    Raises:
+        ValueError: for a plugin that is not this strategy's, or a precision that it does not have.
+    """
+    return FSDP2Precision(name) if plugin is None else convert_precision(plugin)  # type: ignore[arg-type]
 
 
 def convert_precision(plugin: Precision | None) -> FSDP2Precision:
-    """The FSDP2 form of the plugin that Lightning made from ``Trainer(precision=...)``."""
-    if isinstance(plugin, FSDP2Precision):
-        return plugin
-    return FSDP2Precision(plugin.precision if plugin is not None else "32-true")  # type: ignore[arg-type]
+    """The plugin itself, if it is this strategy's; the default for ``None``.
+
+    Raises:
+        ValueError: for any other plugin.
+    """
+    if plugin is None:
+        return FSDP2Precision()
+    if not isinstance(plugin, FSDP2Precision):
+        raise ValueError(
+            f"the precision plugin {type(plugin).__name__} (precision={plugin.precision!r}) is not available under "
+            f"this strategy, which leaves dtypes to FSDP2; {_way_out()}"
+        )
+    return plugin
+
+
+def _way_out() -> str:
+    names = ", ".join(repr(name) for name in get_args(PrecisionName))
+    return f"use Trainer(precision=...) with one of {names}, or FSDP2Config(mp_policy=...) for other dtypes"

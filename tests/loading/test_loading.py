@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
-from tests.harness.pool import Pool, RankFailed
+from lightning_automodel.shards import gather_whole
+from tests.harness.pool import Nursery, Pool, RankFailed
 
 SIZES = dict(
     hidden_size=64,
@@ -61,6 +62,27 @@ def loaded(tied: bool, sizes: dict[str, int], directory: Path) -> list[str]:
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}], ids=str)
 def test_every_rank_reads_the_values_of_the_files(tied: bool, sizes: dict[str, int], pool4: Pool) -> None:
     assert pool4.run(loaded, tied, sizes, with_directory=True) == [[]] * 4
+
+
+def loaded_unevenly(directory: Path) -> list[str]:
+    """Vocabulary 61: tp cuts it into 31 and 30 rows, and dp_shard=3 cuts these into 11, 11, 9 and 10, 10, 10."""
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": 61}))
+    if dist.get_rank() == 0:
+        expected.save_pretrained(directory)
+    dist.barrier()
+    mesh = build_mesh(resolve_sizes(6, tp=2, dp_shard=3), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), CPU):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+    # torch's own full_tensor() misplaces rows here; gather_whole is what exports use.
+    whole = {name: gather_whole(p) for name, p in model.named_parameters()}
+    if dist.get_rank():
+        return []
+    return [name for name, p in expected.named_parameters() if not torch.equal(whole[name], p)]
+
+
+def test_a_vocabulary_that_no_axis_divides(nursery: Nursery) -> None:
+    assert Pool(nursery, 6).run(loaded_unevenly, with_directory=True) == [[]] * 6
 
 
 def stored_dtypes(directory: Path) -> dict[str, torch.dtype]:

@@ -1,0 +1,213 @@
+"""Collects and restores the states of a model and its optimizers, by the names of parameters, in any layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lightning_automodel.dcp import StoredTensor, fetch
+from lightning_automodel.shards import gather_whole
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+State = dict[str, Any]
+
+
+def clean_name(name: str) -> str:
+    """The name without what ``torch.compile`` and torch's activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# ---- collecting ------------------------------------------------------------------------------------------------------
+
+
+def model_state(model: nn.Module) -> State:
+    """Parameters and persistent buffers by name, without copies; names of one parameter share one tensor."""
+    detached: dict[int, Tensor] = {}
+    state: State = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            value = detached.setdefault(id(value), value.detach())
+        state[clean_name(name)] = value
+    return state
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """``optimizer.state_dict()`` with the names of parameters in place of their numbers, so that it outlives a change
+    of their order, of their groups and of the layout.
+
+    Raises:
+        ValueError: if the optimizer updates a tensor that is not a parameter of ``model``.
+    """
+    names = _names_in_order(model, optimizer)
+    state = optimizer.state_dict()
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[i]: value for i, value in state["state"].items()}, "param_groups": groups}
+
+
+def gather_state(state: Any) -> Any:
+    """A copy of a tree of dicts and lists with whole tensors on the CPU of rank 0, and without tensors elsewhere.
+    Collective. Tensors are gathered one by one, so that no other rank holds more than its part.
+    """
+    gathered: dict[int, Tensor | None] = {}
+
+    def gather(value: Any) -> Any:
+        if type(value) is dict:  # others, such as a Counter, mean more than their items
+            return {key: gather(item) for key, item in value.items()}
+        if type(value) is list:
+            return [gather(item) for item in value]
+        if isinstance(value, Tensor):
+            if id(value) not in gathered:
+                gathered[id(value)] = gather_whole(value)
+            return gathered[id(value)]
+        return value
+
+    return gather(state)
+
+
+# ---- restoring -------------------------------------------------------------------------------------------------------
+
+
+def restore_model(model: nn.Module, source: Mapping[str, Any], strict: bool = True) -> None:
+    """Overwrites the model's parameters and buffers with ``source``; each rank reads its part. Collective.
+
+    Args:
+        model: in its final layout.
+        source: whole tensors, or tensors stored in a checkpoint folder, by name. Of tied parameters one name suffices.
+        strict: refuse a parameter that is missing and a name that does not exist.
+
+    Raises:
+        ValueError: naming what is missing, unknown, or of another shape.
+    """
+    source = {clean_name(name): value for name, value in source.items()}
+    targets = model.state_dict(keep_vars=True)
+    ties = _ties(targets)
+    _check_names(source, ties, strict)
+    pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
+    others = {}
+    for names in ties:
+        found = next((source[clean_name(name)] for name in names if clean_name(name) in source), None)
+        if found is None:
+            continue
+        if isinstance(targets[names[0]], DTensor):
+            pairs.append((targets[names[0]], _of_shape(targets[names[0]], found, names[0])))
+        else:
+            others[names[0]] = found.load() if isinstance(found, StoredTensor) else found
+    fetch(pairs)
+    if others:
+        model.load_state_dict(others, strict=False)
+
+
+def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Gives ``optimizer`` the state ``saved``; each rank reads its part. Collective.
+
+    Args:
+        model: holds the optimizer's parameters, in its final layout.
+        optimizer: built for ``model``; it need not have made a step.
+        saved: from :func:`optimizer_state`, or the ``state_dict()`` of an optimizer with the same parameters in the
+            same order on any number of devices. Tensors may be stored in a checkpoint folder.
+
+    Raises:
+        ValueError: if the numbers of parameters differ, or a state does not fit its parameter.
+    """
+    names = _names_in_order(model, optimizer)
+    saved = _by_name(saved, names)
+    state: dict[int, State] = {}
+    pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        for key, value in saved["state"].get(name, {}).items():
+            if isinstance(value, StoredTensor | Tensor):
+                target = _empty_for(parameter, value)
+                pairs.append((target, value))
+                value = target
+            state.setdefault(i, {})[key] = value
+    fetch(pairs)
+    groups = _groups_for(optimizer, saved["param_groups"], iter(names))
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _ties(targets: Mapping[str, Any]) -> list[list[str]]:
+    """Names that stand for one tensor."""
+    groups: dict[Any, list[str]] = {}
+    for name, value in targets.items():
+        groups.setdefault(id(value) if isinstance(value, Tensor) else name, []).append(name)
+    return list(groups.values())
+
+
+def _check_names(source: State, ties: list[list[str]], strict: bool) -> None:
+    known = [[clean_name(name) for name in names] for names in ties]
+    missing = [names[0] for names in known if not any(name in source for name in names)]
+    unknown = sorted(source.keys() - {name for names in known for name in names})
+    if strict and (missing or unknown):
+        raise ValueError(
+            f"the checkpoint does not fit the model: {_shorten('missing', missing)}; {_shorten('unknown', unknown)}. "
+            "Set strict_loading=False on the LightningModule to load what fits"
+        )
+
+
+def _shorten(what: str, names: list[str], count: int = 5) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{what}: {', '.join(names[:count]) or 'none'}{more}"
+
+
+def _of_shape(target: Tensor, value: Any, name: str) -> Any:
+    if tuple(value.shape) != tuple(target.shape):
+        raise ValueError(
+            f"{name} has the shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the model; "
+            "the checkpoint is of another model"
+        )
+    return value
+
+
+def _names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) not in names for p in parameters):
+        raise ValueError(
+            f"{type(optimizer).__name__} updates a tensor that is not a parameter of {type(model).__name__}, so its "
+            "state has no name in a checkpoint; build the optimizer in configure_optimizers from self.parameters()"
+        )
+    return [names[id(p)] for p in parameters]
+
+
+def _by_name(saved: Mapping[str, Any], names: list[str]) -> State:
+    """Optimizers number their parameters; the numbers follow the groups."""
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    if not keys or isinstance(keys[0], str):
+        state = {clean_name(name): value for name, value in saved["state"].items()}
+        groups = [{**g, "params": [clean_name(name) for name in g["params"]]} for g in saved["param_groups"]]
+        return {"state": state, "param_groups": groups}
+    if len(keys) != len(names):
+        raise ValueError(
+            f"the optimizer in the checkpoint has {len(keys)} parameters and this one has {len(names)}; "
+            "configure_optimizers must choose the same parameters in the same order"
+        )
+    name_of = dict(zip(keys, names, strict=True))
+    groups = [{**g, "params": [name_of[key] for key in g["params"]]} for g in saved["param_groups"]]
+    return {"state": {name_of[key]: value for key, value in saved["state"].items()}, "param_groups": groups}
+
+
+def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[State]:
+    """The optimizer's own groups with the hyperparameters of the saved group that holds their first parameter."""
+    groups = []
+    for group in optimizer.state_dict()["param_groups"]:
+        own = [next(names) for _ in group["params"]]
+        match = next((g for g in saved if own and own[0] in g["params"]), {})
+        groups.append({**group, **match, "params": group["params"]})
+    return groups
+
+
+def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:
+    """Memory for a state: as its parameter lies if it has the same shape, else whole on each rank."""
+    if tuple(value.shape) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    whole = torch.empty(value.shape, dtype=value.dtype, device=parameter.device if value.shape else "cpu")
+    if not isinstance(parameter, DTensor) or not value.shape:
+        return whole
+    mesh = parameter.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

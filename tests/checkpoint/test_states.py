@@ -1,0 +1,83 @@
+"""States by name, on one process without torch.distributed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from lightning_automodel.states import model_state, optimizer_state, restore_model, restore_optimizer
+
+
+def build(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def grouped(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": list(model[1].parameters()), "lr": 0.3}, {"params": list(model[0].parameters())}]
+
+
+@pytest.mark.parametrize("make", [AdamW, Adafactor])
+def test_an_optimizer_goes_on_where_it_was(make: Any) -> None:
+    """By number in the same order, and by name in groups of another order."""
+    model = build()
+    optimizer = make(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    by_number, by_name, weights = optimizer.state_dict(), optimizer_state(model, optimizer), model_state(model)
+    copies = [(by_number, lambda m: m.parameters()), (by_name, lambda m: reversed(list(m.parameters())))]
+    restored = []
+    for saved, order in copies:
+        other = build(seed=1)
+        restore_model(other, {name: value.clone() for name, value in weights.items()})
+        fresh = make(order(other), lr=7.0)
+        restore_optimizer(other, fresh, saved)
+        assert fresh.param_groups[0]["lr"] == 0.1
+        restored.append((other, fresh))
+    expected = step(model, optimizer)
+    for other, fresh in restored:
+        assert torch.equal(step(other, fresh), expected)
+
+
+def test_groups_follow_their_parameters() -> None:
+    model = build()
+    optimizer = SGD(grouped(model), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    fresh = SGD(grouped(model)[::-1], lr=1.0)
+    restore_optimizer(model, fresh, optimizer_state(model, optimizer))
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.3]
+    assert all("momentum_buffer" in fresh.state[p] for p in model.parameters())
+
+
+def test_optimizers_that_do_not_fit() -> None:
+    model = build()
+    optimizer = AdamW(model.parameters())
+    step(model, optimizer)
+    with pytest.raises(ValueError, match="has 4 parameters and this one has 2"):
+        restore_optimizer(model, AdamW(model[0].parameters()), optimizer.state_dict())
+    with pytest.raises(ValueError, match="not a parameter of Sequential"):
+        optimizer_state(model, AdamW([torch.zeros(1, requires_grad=True)]))
+
+
+def test_names_do_not_tell_of_wrappers() -> None:
+    """And one name of a tied parameter is enough."""
+    plain, wrapped = build(), build(seed=1)
+    wrapped[0] = torch.compile(wrapped[0])  # type: ignore[assignment]
+    wrapped[1] = checkpoint_wrapper(wrapped[1])
+    assert model_state(wrapped).keys() == model_state(plain).keys()
+    state = model_state(plain)
+    assert state["0.weight"] is state["2.weight"]
+    restore_model(wrapped, {name: value for name, value in state.items() if name != "0.weight"})
+    assert all(torch.equal(value, state[name]) for name, value in model_state(wrapped).items())
+    assert wrapped[0].weight is wrapped[2].weight
