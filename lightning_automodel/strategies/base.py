@@ -1,0 +1,255 @@
+"""What every strategy of this package does alike: data, evaluation, logged numbers and checkpoints, as Lightning hooks.
+
+A strategy inherits from :class:`SharedHooks` and from one of Lightning's strategies, and says what its ranks are for
+(``data_rank``, ``data_size``, ``data_group``, ``tp_group``) and how the module becomes parallel (``build_parallel``).
+The work is done by the modules beside this one.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_automodel._compat import optimizers_to_device
+from lightning_automodel.states import restore_model
+from lightning_automodel.strategies import checkpoints, metrics
+from lightning_automodel.strategies.agreement import BatchAgreement
+from lightning_automodel.strategies.compiled import uncompile
+from lightning_automodel.strategies.data import check_training_lengths, install_samplers, process_dataloader
+from lightning_automodel.strategies.evaluation import EvenEvaluation, disable_inference_mode
+
+
+class SharedHooks(ParallelStrategy):
+    """Mixin, to stand before the strategy of Lightning that it completes."""
+
+    _save_distributed_checkpoint: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._restoration = checkpoints.Restoration()
+        self._agreement = BatchAgreement()
+        self._evaluation = EvenEvaluation()
+
+    @property
+    @abstractmethod
+    def data_size(self) -> int:
+        """Number of ranks that see different samples."""
+
+    @property
+    @abstractmethod
+    def data_rank(self) -> int:
+        """Which share of the samples this rank sees."""
+
+    @property
+    @abstractmethod
+    def data_group(self) -> ProcessGroup:
+        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
+
+    @property
+    @abstractmethod
+    def tp_group(self) -> ProcessGroup:
+        """Ranks that see the same samples."""
+
+    @abstractmethod
+    def build_parallel(self, module: "pl.LightningModule") -> None:
+        """Makes what the module holds parallel, in place; called again by every call of the trainer."""
+
+    def after_evaluation_step(self, output: Any) -> Any:
+        """Called with the output of every evaluation step."""
+        return output
+
+    # ---- the module --------------------------------------------------------------------------------------------------
+
+    @property
+    def _lightning_module(self) -> "pl.LightningModule | None":
+        return vars(self).get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: "pl.LightningModule | None") -> None:
+        # Where Lightning would refuse a module that went through torch.compile (utilities/compile.py).
+        vars(self)["_lightning_module"] = uncompile(module)
+
+    @override
+    def connect(self, model: "pl.LightningModule") -> None:
+        super().connect(model)
+        metrics.install_log(model)
+        self._restoration.begin()
+
+    @override
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            metrics.remove_log(self.lightning_module)
+        super().teardown()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        disable_inference_mode(trainer)
+        install_samplers(trainer, self.distributed_sampler_kwargs)
+        self.build_parallel(self.lightning_module)
+        self.model_to_device()
+        metrics.reduce_metrics_over(self.model, self.data_group)
+        metrics.count_samples_once(trainer, self.data_size)
+        self._restoration.end_setup()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the present evaluation step repeats a batch for the sake of other ranks, and its results are dropped.
+
+        For steps that have effects of their own, such as writing a file.
+        """
+        return self._evaluation.filling
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return process_dataloader(dataloader, self._trainer, self.data_rank, self.data_size, self.data_group)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        stage = self._trainer.state.stage
+        assert stage is not None
+        self._agreement.check(batch, self.tp_group, self.root_device, stage.value)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_start(self) -> None:
+        check_training_lengths(self._trainer.num_training_batches, self.root_device)
+        self._agreement.start()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
+        self._agreement.start()
+        self._evaluation.start(self._trainer, self.data_group, self.root_device)
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return metrics.plain_output(super().training_step(*args, **kwargs))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.record("validation_step", args)
+        return self.after_evaluation_step(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.record("test_step", args)
+        return self.after_evaluation_step(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.record("predict_step", args)
+        return self.after_evaluation_step(super().predict_step(*args, **kwargs))
+
+    # ---- numbers that are logged -------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Over the data ranks unless ``group`` says otherwise; what is not a tensor stays as it is."""
+        return metrics.reduce(tensor, group or self.data_group, reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return metrics.reduce_decision(decision, self.root_device, every=all)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        # LightningModule.all_gather passes all ranks where the user passes nothing.
+        is_default = group is None or group is dist.group.WORLD
+        return metrics.gather(tensor, self.data_group if is_default else group, differentiable=sync_grads)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # see checkpoints.py
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoints.model_part(self.model, self._save_distributed_checkpoint)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoints.optimizer_part(self.model, optimizer, self._save_distributed_checkpoint)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        io = None if self._save_distributed_checkpoint else self.checkpoint_io
+        checkpoints.save(checkpoint, path, self.data_group, io, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(Path(filepath), self.checkpoint_io)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(checkpoint_path))
+        return checkpoints.load(path, weights_only, self.lightning_module.trainer)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.model is not None
+        model = self.model
+        self._restoration.when_set_up(lambda: restore_model(model, checkpoint["state_dict"], strict))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        checkpoints.restore_optimizers(self.model, self.optimizers, checkpoint)
+        checkpoints.restore_random_state(checkpoint, self.data_group.rank())
