@@ -15,10 +15,16 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost repeated blocks by their qualified names, in the order of registration.
 
     In transformers a block is a ``GradientCheckpointingLayer`` (280 of 284 language models). A module without any, of
-    one's own or of another library, has for blocks the members of its module lists that hold parameters.
+    one's own or of another library, has for blocks the members of its module lists that repeat a class.
     """
     blocks = dict(_outermost(model, lambda module, _: isinstance(module, GradientCheckpointingLayer)))
-    return blocks or dict(_outermost(model, lambda module, parent: isinstance(parent, nn.ModuleList)))
+    return blocks or dict(_outermost(model, lambda _, parent: isinstance(parent, nn.ModuleList) and _repeats(parent)))
+
+
+def _repeats(members: nn.ModuleList) -> bool:
+    """Whether these are layers, and not the different steps of one."""
+    kinds = [type(member) for member in members if next(member.parameters(), None) is not None]
+    return len(kinds) == 1 or len(set(kinds)) < len(kinds)
 
 
 def find_towers(model: nn.Module) -> dict[str, nn.Module]:
@@ -49,6 +55,11 @@ def outermost(names: list[str], name: str) -> str | None:
     return next((p for i in range(1, len(parts) + 1) if (p := ".".join(parts[:i])) in known), None)
 
 
+def class_names(model: nn.Module) -> list[str]:
+    """Names of the model's class and of its bases, most special first, without the prefix that FSDP2 gives them."""
+    return [kind.__name__.removeprefix("FSDP") for kind in type(model).__mro__]
+
+
 def text_config(model: nn.Module) -> Any:
     """The config of the language model inside ``model`` (heads, widths), or ``None`` for a module without a config."""
     config = getattr(model, "config", None)
@@ -64,8 +75,12 @@ def kv_heads(attention: nn.Module) -> int | None:
 
 
 def is_kept_in_float32(model: nn.Module, name: str) -> bool:
-    """Whether ``model`` wants the parameter ``name`` stored and used in float32, whatever the precision of the rest."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    """Whether ``model`` wants the parameter ``name`` stored and used in float32, whatever the precision of the rest.
+
+    diffusers says so in an attribute that for transformers concerns float16 only; there, both exist.
+    """
+    lenient = getattr(model, "_keep_in_fp32_modules", None)
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", lenient) or ()
     return any(pattern in name for pattern in patterns)
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_automodel.kernels import LOSS_KERNELS
 
 _COMING = {
     "patch_is_packed_sequence": False,
@@ -27,7 +30,7 @@ class FSDP2Config:
     Attributes:
         sequence_parallel: residual stream sharded on the sequence over tp: activations between layers take 1/tp.
         tp_plan: rules that complete or override the model's own tensor-parallel plan: a dict of name pattern to style
-            name, or the import path of one or of a function ``model -> dict``.
+            name or torch ``ParallelStyle``, or the import path of one or of a function that returns one.
         patch_is_packed_sequence: static shapes for compile. Not available yet.
         mp_policy: FSDP2's ``MixedPrecisionPolicy``, or its fields as a dict of dtype names from YAML. ``None`` follows
             ``Trainer(precision=...)``.
@@ -48,10 +51,14 @@ class FSDP2Config:
             what lies outside of blocks, gathered in every step, so that a batch without images on some ranks cannot
             hang. "per_layer": block by block, the least memory; every rank needs images in every step. "replicate":
             not at all, for frozen towers only.
+        chunked_loss: tokens per chunk (1024 is a good start): called with labels, a language model computes its loss
+            chunk by chunk from the hidden states, never holds all logits, and returns ``logits=None``. ``None``: off.
+        loss_kernel: what computes that loss: "torch", or on CUDA without tp "liger" or "cut_cross_entropy", where
+            installed (``chunked_loss`` is then not needed: they choose their own chunks).
     """
 
     sequence_parallel: bool = False
-    tp_plan: dict[str, str] | str | None = None
+    tp_plan: Mapping[str, str | ParallelStyle] | str | None = None
     patch_is_packed_sequence: bool = False
     mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
     offload_policy: CPUOffloadPolicy | None = None
@@ -67,6 +74,8 @@ class FSDP2Config:
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
     tower_policy: str = "root"
+    chunked_loss: int | None = None
+    loss_kernel: str = "torch"
 
     def __post_init__(self) -> None:
         for name, default in _COMING.items():
@@ -83,6 +92,10 @@ class FSDP2Config:
                 )
         if self.tower_policy not in TOWER_POLICIES:
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
+        if self.chunked_loss is not None and self.chunked_loss < 1:
+            raise ValueError(f"chunked_loss={self.chunked_loss} must be at least 1 token; None turns it off")
+        if self.loss_kernel not in LOSS_KERNELS:
+            raise ValueError(f"loss_kernel={self.loss_kernel!r} is not one of {', '.join(LOSS_KERNELS)}")
         resolve_mp_policy(self.mp_policy)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """Norm and clipping of gradients that are spread over a mesh, each parameter counted once."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+_EPSILON = 1e-6  # torch's own
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -23,7 +27,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(grads, norm_type)
-    scale_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale_(grads, torch.clamp(max_norm / (norm + _EPSILON), max=1.0))
     return norm
 
 
@@ -46,7 +50,11 @@ def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all ``grads`` taken as one vector: a scalar tensor in float32, equal on all ranks.
 
     One all-reduce per mesh. A gradient that several ranks hold counts once: its share is divided among them.
+
+    Raises:
+        ValueError: if the order is not positive.
     """
+    _check_order(norm_type)
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
@@ -55,7 +63,64 @@ def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return torch.zeros(())
     device = parts[0].device
     stacked = torch.stack([part.to(device) for part in parts])
-    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    return _root(stacked.max() if math.isinf(norm_type) else stacked.sum(), norm_type)
+
+
+def get_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    dp_cp_group: ProcessGroup | None,
+    tp_group: ProcessGroup | None,
+    norm_type: float = 2,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """The norm of all gradients taken as one vector, for a loop of one's own. One host synchronization.
+
+    Every element counts once, however many of the ranks of the two groups hold it: a DTensor's placements say how many
+    do; a plain tensor is whole on each of them.
+
+    Args:
+        parameters: whose ``.grad`` are tensors, or DTensors on meshes inside of the two groups. Ranks may hold empty
+            shards, but must agree on which parameters have gradients.
+        dp_cp_group: ranks of the data and context axes (``mesh["dp_cp"].get_group()``); ``None``: only this one.
+        tp_group: ranks of the tensor-parallel axis; ``None``: only this one.
+        norm_type: order of the norm, positive; may be ``inf``.
+        dtype: to compute in.
+
+    Returns:
+        the norm, equal on all ranks; 0.0 if there is no gradient.
+
+    Raises:
+        ValueError: if the order is not positive.
+    """
+    _check_order(norm_type)
+    grads = _gradients(parameters)
+    if not grads:
+        return 0.0
+    groups = [group for group in (dp_cp_group, tp_group) if group is not None]
+    ranks = math.prod(group.size() for group in groups)
+    total = _local_power(grads, norm_type, lambda grad: ranks / _shards(grad), dtype)
+    for group in groups:
+        dist.all_reduce(total, _operation(norm_type), group=group)
+    return float(_root(total, norm_type))
+
+
+def clip_grad_by_total_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_grad_norm: float,
+    total_norm: float,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Scales gradients in place so that their norm, which is known, becomes at most ``max_grad_norm``.
+
+    Args:
+        parameters: whose ``.grad`` are tensors or DTensors.
+        max_grad_norm: the bound.
+        total_norm: from :func:`get_grad_norm`. If it is NaN or infinite, gradients become NaN, as in torch.
+        dtype: of the factor.
+    """
+    factor = max_grad_norm / (total_norm + _EPSILON)
+    if not factor >= 1.0:
+        scale_(_gradients(parameters), torch.tensor(factor, dtype=dtype))
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
@@ -63,18 +128,31 @@ def to_local_if_dtensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _local_power(grads: list[Tensor], norm_type: float) -> Tensor:
-    """This rank's share of ``sum(|g| ** norm_type)``, or the largest ``|g|`` for ``inf``."""
-    by_copies: dict[int, list[Tensor]] = {}
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _local_power(
+    grads: list[Tensor],
+    norm_type: float,
+    copies_of: Callable[[Tensor], float] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """This rank's share of ``sum(|g| ** norm_type)``, or the largest ``|g|`` for ``inf``.
+
+    Elements are divided by how many ranks hold them: those of the gradient's mesh, unless ``copies_of`` says else.
+    """
+    by_copies: dict[float, list[Tensor]] = {}
     for grad in grads:
-        by_copies.setdefault(_copies(grad), []).append(to_local_if_dtensor(grad))
+        by_copies.setdefault((copies_of or _copies)(grad), []).append(to_local_if_dtensor(grad))
     device = to_local_if_dtensor(grads[0]).device
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=device, dtype=dtype)
     for copies, locals_ in by_copies.items():
         filled = [g for g in locals_ if g.numel()]  # a rank's shard may be empty
         if not filled:
             continue
-        norms = torch.stack([n.to(device) for n in torch._foreach_norm(filled, norm_type, dtype=torch.float32)])
+        norms = torch.stack([n.to(device) for n in torch._foreach_norm(filled, norm_type, dtype=dtype)])
         if math.isinf(norm_type):
             total = torch.maximum(total, norms.max())
         else:
@@ -90,14 +168,32 @@ def _copies(grad: Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
+def _shards(grad: Tensor) -> int:
+    """In how many parts the ranks of its mesh hold a gradient."""
+    return grad.device_mesh.size() // _copies(grad) if isinstance(grad, DTensor) else 1
+
+
 def _reduce(value: Tensor, mesh: DeviceMesh | None, norm_type: float) -> Tensor:
     if mesh is None:
         return value
-    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    operation = _operation(norm_type)
     if mesh.size() == dist.get_world_size():
-        dist.all_reduce(value, op)
+        dist.all_reduce(value, operation)
         return value
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            dist.all_reduce(value, op, group=mesh.get_group(axis))
+            dist.all_reduce(value, operation, group=mesh.get_group(axis))
     return value
+
+
+def _operation(norm_type: float) -> Any:
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+def _check_order(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} is not the order of a norm; use a positive number or inf")

@@ -105,6 +105,55 @@ def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh:
         return mesh[names if len(names) > 1 else names[0]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AxisNames:
+    """What the axes that the parallelizer works on are called, in a mesh that a user made."""
+
+    dp_replicate: str = DP_REPLICATE
+    dp_shard_cp: str = DP_SHARD_CP
+    tp: str = TP
+
+
+def find_axes(mesh: DeviceMesh, names: AxisNames) -> tuple[DeviceMesh, DeviceMesh]:
+    """The sub-meshes for tensor parallelism and for FSDP2.
+
+    Args:
+        mesh: from :func:`build_mesh`, or any other with axes of these names, flattened ones included.
+        names: ``dp_replicate`` may be missing in the mesh.
+
+    Returns:
+        the tp axis, and what FSDP2 works on: ``dp_shard_cp``, or ``(dp_replicate, dp_shard_cp)`` for hybrid sharding.
+
+    Raises:
+        ValueError: if an axis is missing, or if the mesh has ranks that none of the axes separates.
+    """
+    missing = [name for name in (names.dp_shard_cp, names.tp) if not _has_axis(mesh, name)]
+    if missing:
+        raise ValueError(
+            f"the device mesh has the axes {mesh.mesh_dim_names}, and none is called {' or '.join(missing)}; pass the "
+            "names of its axes, or give it an axis of size 1: "
+            f'init_device_mesh("cuda", (1, 8), mesh_dim_names=("{names.dp_shard_cp}", "{names.tp}"))'
+        )
+    tp, shard = axis(mesh, names.tp), axis(mesh, names.dp_shard_cp)
+    replicas = axis(mesh, names.dp_replicate).size() if _has_axis(mesh, names.dp_replicate) else 1
+    if replicas * shard.size() * tp.size() != mesh.size():
+        raise ValueError(
+            f"the device mesh {mesh.mesh_dim_names} has {mesh.size()} ranks, but {names.dp_replicate}={replicas} x "
+            f"{names.dp_shard_cp}={shard.size()} x {names.tp}={tp.size()} make {replicas * shard.size() * tp.size()}: "
+            "an axis would be left out; pass its name"
+        )
+    return tp, axis(mesh, names.dp_replicate, names.dp_shard_cp) if replicas > 1 else shard
+
+
+def _has_axis(mesh: DeviceMesh, name: str) -> bool:
+    """Flattened axes are not in ``mesh_dim_names``, so the mesh is asked."""
+    try:
+        axis(mesh, name)
+    except KeyError:
+        return False
+    return True
+
+
 def _check_size(name: str, size: object, auto: bool = False) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         allowed = 'a positive integer or "auto"' if auto else "a positive integer"

@@ -1,16 +1,63 @@
-"""Makes a model parallel: the whole sequence of stages on one screen, usable without Lightning."""
+"""Makes a model parallel, usable without Lightning: the one function to call, and the names that other tools use.
+
+::
+
+    parallelize, fsdp2_strategy_parallelize -> the strategy registered for the model's class -> stages
+"""
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_automodel.activation import apply_selective_activation_checkpointing, get_lm_ac_layers
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
-from lightning_automodel.loading import broadcast_weights, cast_parameters
-from lightning_automodel.mesh import TP, axis
-from lightning_automodel.plans import derive_layout, select_plan, validate_tp
-from lightning_automodel.sharding import apply_fsdp2
-from lightning_automodel.tensor_parallel import apply_tensor_parallel
+from lightning_automodel.functional import (
+    apply_fsdp2_sharding_recursively,
+    fsdp2_strategy_parallelize,
+    unshard_fsdp2_model,
+)
+from lightning_automodel.imports import import_class_from_path, import_classes_from_paths
+from lightning_automodel.megatron import (
+    HAVE_MEGATRON_FSDP,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+)
+from lightning_automodel.mesh import AxisNames
+from lightning_automodel.plans.additions import register_tp_plan
+from lightning_automodel.plans.torch_styles import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from lightning_automodel.plans.validation import validate_tp_mesh, validate_tp_mesh_for_nemotron_nas
+from lightning_automodel.registry import (
+    PARALLELIZATION_STRATEGIES,
+    DefaultParallelizationStrategy,
+    ParallelizationStrategy,
+    get_parallelization_strategy,
+    register_parallel_strategy,
+)
+
+__all__ = [
+    "HAVE_MEGATRON_FSDP",
+    "PARALLELIZATION_STRATEGIES",
+    "DefaultParallelizationStrategy",
+    "ParallelizationStrategy",
+    "apply_fsdp2_sharding_recursively",
+    "apply_selective_activation_checkpointing",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "get_lm_ac_layers",
+    "get_parallelization_strategy",
+    "import_class_from_path",
+    "import_classes_from_paths",
+    "megatron_fsdp_strategy_parallelize",
+    "nvfsdp_strategy_parallelize",
+    "parallelize",
+    "register_parallel_strategy",
+    "register_tp_plan",
+    "translate_to_torch_parallel_style",
+    "unshard_fsdp2_model",
+    "validate_tp_mesh",
+    "validate_tp_mesh_for_nemotron_nas",
+]
 
 
 def parallelize(
@@ -20,18 +67,20 @@ def parallelize(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     param_dtype: torch.dtype | None = None,
+    axis_names: AxisNames | None = None,
 ) -> nn.Module:
-    """Makes ``model`` tensor-parallel and sharded, in place.
+    """Makes ``model`` tensor-parallel and sharded, in place, as the strategy registered for its class does it.
 
     Args:
         model: on the meta device (best: :func:`~lightning_automodel.loading.materialize` or ``from_pretrained`` under
             :func:`~lightning_automodel.loading.sharded_loading` then give each rank its part only), or with real
             weights, of which rank 0's count.
-        mesh: from :func:`~lightning_automodel.mesh.build_mesh`.
+        mesh: from :func:`~lightning_automodel.mesh.build_mesh`, or with axes of ``axis_names``.
         config: the switches; ``None``: all defaults.
         mp_policy: dtypes of compute and reduction where ``config.mp_policy`` does not say.
         param_dtype: dtype in which parameters are stored; ``None`` keeps the model's. Parameters that the model wants
             in float32 and buffers are never cast.
+        axis_names: of a mesh of one's own; ``None``: those of ``build_mesh``.
 
     Returns:
         the same module.
@@ -39,16 +88,17 @@ def parallelize(
     Raises:
         ValueError: if ``tp`` does not fit the model, or it has no plan.
     """
-    config = config or FSDP2Config()
-    tp_mesh = axis(mesh, TP)
-    if tp_mesh.size() > 1:
-        plan = select_plan(model, config.tp_plan)
-        validate_tp(model, tp_mesh.size())
-        layout = derive_layout(model, plan, tp_mesh.size(), config.sequence_parallel)
-    if param_dtype is not None:
-        cast_parameters(model, param_dtype)
-    broadcast_weights(model, mesh)
-    if tp_mesh.size() > 1:
-        apply_tensor_parallel(model, tp_mesh, layout)
-    apply_fsdp2(model, mesh, config, resolve_mp_policy(config.mp_policy) or mp_policy or MixedPrecisionPolicy())
-    return model
+    config, names = config or FSDP2Config(), axis_names or AxisNames()
+    switches = config.to_dict()
+    policy = resolve_mp_policy(switches.pop("mp_policy")) or mp_policy or MixedPrecisionPolicy()
+    return get_parallelization_strategy(model).parallelize(
+        model,
+        mesh,
+        mp_policy=policy,
+        tp_shard_plan=switches.pop("tp_plan"),
+        dp_replicate_mesh_name=names.dp_replicate,
+        dp_shard_cp_mesh_name=names.dp_shard_cp,
+        tp_mesh_name=names.tp,
+        param_dtype=param_dtype,
+        **switches,
+    )

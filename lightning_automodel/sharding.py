@@ -1,6 +1,6 @@
 """Shards a model over the data ranks with FSDP2: one unit per block, one for the rest, gathered ahead of their use."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,16 +11,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
 from lightning_automodel.blocks import find_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, axis
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
-    """Shards ``model`` in place over ``dp_shard_cp``, and replicates the shards over ``dp_replicate``.
+    """Shards ``model`` in place over the last axis of ``mesh``, and replicates the shards over the first of two axes.
 
     Always applied, also on one data rank: every parameter is then a DTensor over the same mesh, which is what stock
     clipping and stock fused optimizers need.
     """
-    mesh = fsdp_mesh(mesh)
     blocks = find_blocks(model)
     towers = find_towers(model)
     replicated: set[nn.Parameter] = set()
@@ -30,15 +28,15 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
             replicated = {p for tower in towers.values() for p in tower.parameters()}
             _cast_to_compute(replicated, mp_policy)
     last = last_blocks(model, blocks)
-    in_float32 = {p for name, p in model.named_parameters() if is_kept_in_float32(model, name)}
+    in_float32 = find_float32(model)
     for name, block in blocks.items():
         reshard = config.reshard_after_forward
         if reshard is None:
             reshard = name not in last  # the backward pass begins with the last block: do not free it in between
-        _shard_unit(block, list(block.parameters()), mesh, mp_policy, in_float32, reshard)
+        shard_unit(block, list(block.parameters()), mesh, mp_policy, in_float32, reshard)
     in_blocks = {p for block in blocks.values() for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks | replicated]
-    _shard_unit(model, rest, mesh, mp_policy, in_float32, None, replicated)
+    shard_unit(model, rest, mesh, mp_policy, in_float32, None, replicated)
     if towers:
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.
@@ -47,7 +45,20 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         set_prefetch(list(blocks.values()), config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
-def _shard_unit(
+def find_float32(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are stored and used in float32 whatever the policy says.
+
+    Those that the model wants so, and those that are stored so beside others of lower precision: that is on purpose.
+    """
+    mixed = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+    return {
+        parameter
+        for name, parameter in model.named_parameters()
+        if is_kept_in_float32(model, name) or (mixed and parameter.dtype == torch.float32)
+    }
+
+
+def shard_unit(
     unit: nn.Module,
     parameters: list[nn.Parameter],
     mesh: DeviceMesh,
@@ -81,14 +92,7 @@ def _cast_to_compute(parameters: Iterable[nn.Parameter], mp_policy: MixedPrecisi
             parameter.data = parameter.data.to(mp_policy.param_dtype)
 
 
-def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that FSDP2 works on: ``dp_shard_cp``, or ``(dp_replicate, dp_shard_cp)`` for hybrid sharding."""
-    if axis(mesh, DP_REPLICATE).size() > 1:
-        return axis(mesh, DP_REPLICATE, DP_SHARD_CP)
-    return axis(mesh, DP_SHARD_CP)
-
-
-def set_prefetch(blocks: list[nn.Module], forward_depth: int, backward_depth: int) -> None:
+def set_prefetch(blocks: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
     """Each block asks for the next ``forward_depth`` blocks in the forward pass, and for the ``backward_depth`` before
     it in the backward pass, while it computes.
     """
@@ -112,5 +116,5 @@ def reshard(module: nn.Module) -> None:
             unit.reshard()
 
 
-def _units(modules: list[nn.Module]) -> list[FSDPModule]:
+def _units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     return [module for module in modules if isinstance(module, FSDPModule)]

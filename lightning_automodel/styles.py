@@ -7,7 +7,7 @@ partial sum (``partial``), and what happens to the values on the way in (``enter
     whole x  --> COPY  ----------> x @ W[rows of rank] ----------------> a slice of the features   (colwise)
     slice x  --------------------> x @ W[cols of rank] ----> REDUCE ---> whole                     (rowwise)
 
-The names are those of the plans that transformers publishes (``model.tp_plan``).
+The names are those of the plans that transformers publishes (``model.tp_plan``), and a few for other libraries' models.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,8 @@ class Enter(Enum):
     """whole, and what comes out is summed over tp although every rank has all of it: its share"""
     EMBED = auto()
     """token ids; shifted to the rank's rows of the embedding"""
+    NORM = auto()
+    """slices of features that are normalized together; their squares are summed over tp"""
 
 
 class Leave(Enum):
@@ -44,10 +46,14 @@ class Leave(Enum):
     """partial sums; summed over tp"""
     REDUCE_SPLIT = auto()
     """partial sums; summed over tp, then cut on the last dimension"""
+    REDUCE_ALL = auto()
+    """partial sums, and so are all other outputs"""
     GATHER = auto()
     """slices of the last dimension; joined"""
     COPY_ROTARY = auto()
     """whole; the rotary part of the last dimension goes straight into split heads, so its gradients are summed"""
+    SPLIT_ROTARY = auto()
+    """cosines and sines, whole; cut on the heads: [batch, heads, seq, x], or [batch, seq, heads * x]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,7 @@ class Style:
         opens: inside of a boundary, it turns whole values into split ones.
         closes: inside of a boundary, it turns split values into partial sums.
         confined: it can do without its collectives inside of a boundary.
+        divides: attributes of the module, if it has them, that count what a rank has its share of.
     """
 
     name: str
@@ -73,6 +80,7 @@ class Style:
     opens: bool = False
     closes: bool = False
     confined: bool = True
+    divides: tuple[str, ...] = ()
 
 
 def _rows(name: str, ndim: int) -> Placement:
@@ -103,6 +111,9 @@ def _whole(name: str, ndim: int) -> Placement:
     return Replicate()
 
 
+HEADS = ("heads", "num_heads")
+"""Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
+
 _GATHERED = Style(name="colwise_gather_output", placement=_rows, enter=Enter.COPY, leave=Leave.GATHER, confined=False)
 _SPLIT = Style(name="rowwise_split_input", placement=_columns, enter=Enter.SPLIT, leave=Leave.REDUCE, confined=False)
 
@@ -125,6 +136,10 @@ STYLES: dict[str, Style] = {
         Style(name="all_reduce", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE),
         Style(name="mla_kv_a_proj", placement=_whole, leave=Leave.COPY_ROTARY),
         Style(name="replicated_with_grad_allreduce", placement=_whole, partial=True),
+        Style(name="norm_across_heads", placement=_dim(0), enter=Enter.NORM),
+        Style(name="split_heads", placement=_whole, divides=HEADS),
+        Style(name="split_heads_all_outputs", placement=_whole, leave=Leave.REDUCE_ALL, divides=HEADS),
+        Style(name="split_rotary", placement=_whole, leave=Leave.SPLIT_ROTARY),
         Style(name="local_params", placement=_whole),
         Style(name="replicate", placement=_whole),
     )

@@ -108,7 +108,8 @@ def _leave_function(module: nn.Module, leave: Leave, group: ProcessGroup, model:
             return lambda x: split(reduce_out(x, group), -1, group)
         case Leave.GATHER:
             size = _output_width(module)
-            return lambda x: gather(x, -1, size, group)
+            # Logits for a loss come from the head as a DTensor, or not at all (heads.py): these are whole already.
+            return lambda x: x if x.shape[-1] == size else gather(x, -1, size, group)
         case Leave.SPLIT_ROTARY:
             return lambda x: split(x, 1 if x.ndim == 4 else -1, group)
         case Leave.COPY_ROTARY:
@@ -178,7 +179,7 @@ def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def _install_norm(module: nn.Module, group: ProcessGroup, name: str) -> None:
-    """Normalizes features [..., width / tp] by the mean square of all ``width`` of them, which ``group`` holds together."""
+    """Normalizes features [..., width / tp] by the mean square of all ``width`` of them."""
     if not isinstance(module, nn.RMSNorm):
         raise ValueError(f"norm_across_heads is for torch.nn.RMSNorm, but {name} is a {type(module).__name__}")
 
@@ -189,7 +190,7 @@ def _install_norm(module: nn.Module, group: ProcessGroup, name: str) -> None:
         normalized = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
         return (normalized if self.weight is None else normalized * self.weight).to(x.dtype)
 
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 # ---- recorded outputs ------------------------------------------------------------------------------------------------

@@ -1,8 +1,17 @@
 """What the plans of single classes lack or get wrong, as data: rules that complete the model's own, by class name."""
 
-_INKLING = {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"}  # gate and up are fused, the plan says colwise
+from collections.abc import Mapping
 
-ADDITIONS: dict[str, dict[str, str]] = {
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_automodel.plans import diffusion
+
+_INKLING = {
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # gate and up are fused, the plan says colwise
+    "lm_head": "colwise_gather_output",  # the plan splits the input: every rank would hold all logits
+}
+
+ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
     "DogeForCausalLM": {
         "model.layers.*.self_attn.dt_proj": "rowwise_split_output",  # mixes all heads, and each head takes its own
         "model.layers.*.self_attn.A": "colwise",
@@ -13,7 +22,18 @@ ADDITIONS: dict[str, dict[str, str]] = {
     "InklingTextForCausalLM": _INKLING,
     "Inkling2ForCausalLM": _INKLING,
     "Inkling2TextForCausalLM": _INKLING,
+    **diffusion.PLANS,
 }
 
 WHOLE_BETWEEN_BLOCKS = {"Inkling2ForCausalLM", "Inkling2TextForCausalLM"}
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
+
+
+def register_tp_plan(class_name: str, rules: Mapping[str, str | ParallelStyle]) -> None:
+    """Gives every model of a class a plan, or completes the one that it publishes.
+
+    Args:
+        class_name: of the model, or of a base class of it; a plan that is registered there is replaced.
+        rules: name pattern (``*`` stands for a number) to style name or torch ``ParallelStyle``.
+    """
+    ADDITIONS[class_name] = dict(rules)

@@ -79,7 +79,7 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
         elif style.enter in (Enter.DIVIDE, Enter.NORM):
             layout.modules[name] = ModuleLayout(style.enter)
         if style.divides:
-            layout.attributes[name] = {style.divides: getattr(structure.modules[name], style.divides) // tp}
+            layout.attributes[name] = _shares(structure.modules[name], style, tp)
     for name in layout.boundaries:
         own = structure.module_styles.get(name)
         leave = Leave.REDUCE_ALL if own and own.leave is Leave.REDUCE_ALL else Leave.REDUCE
@@ -94,6 +94,11 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
         _cut_sequence(layout, derive_sequence_layout(model, find_blocks(model), layout.boundaries, planned))
     return layout
+
+
+def _shares(module: nn.Module, style: Style, tp: int) -> dict[str, int]:
+    counts = {attribute: getattr(module, attribute, None) for attribute in style.divides}
+    return {attribute: count // tp for attribute, count in counts.items() if isinstance(count, int)}
 
 
 def _cut_sequence(layout: Layout, sequence: SequenceLayout) -> None:

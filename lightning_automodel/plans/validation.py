@@ -1,25 +1,125 @@
 """Checks that the tensor-parallel size fits a model, before anything is split."""
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from lightning_automodel.blocks import text_config
+from lightning_automodel._compat import StridedShard
+from lightning_automodel.blocks import KEY_VALUE_PROJECTIONS, kv_heads, text_config
+from lightning_automodel.plans.layout import Layout, derive_layout
+from lightning_automodel.plans.selection import known_rules, select_plan, wildcard
+from lightning_automodel.styles import STYLES
+
+MOST_LISTED = 4
+_DIVIDED = {attribute for style in STYLES.values() for attribute in style.divides}
 
 
-def validate_tp(model: nn.Module, tp: int) -> None:
-    """Checks that ``tp`` divides the attention heads and the key/value heads of the language model.
+@dataclass(frozen=True)
+class Count:
+    """A number of parts that the ranks divide among them.
+
+    Attributes:
+        what: where it stands.
+        parts: how many there are.
+        shared: with more ranks than parts, several ranks may use one (key/value heads).
+    """
+
+    what: str
+    parts: int
+    shared: bool = False
+
+    def allows(self, tp: int) -> bool:
+        """Whether every rank gets as much as the others."""
+        return self.parts % tp == 0 or (self.shared and tp % self.parts == 0)
+
+
+def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Checks that the tp axis fits the heads and the packed matrices of ``model``, layer by layer.
+
+    Args:
+        model: its parameters may be on the meta device.
+        tp_mesh: the tp axis.
 
     Raises:
-        ValueError: naming the count that ``tp`` does not divide and the sizes that fit.
+        ValueError: naming the counts that the size does not divide, and the sizes that fit.
+    """
+    layout = derive_layout(model, select_plan(model), tp_mesh.size()) if known_rules(model) else Layout()
+    validate_tp(model, tp_mesh.size(), layout)
+
+
+def validate_tp_mesh_for_nemotron_nas(model: nn.Module, tp_size: int) -> None:
+    """Checks ``tp_size`` against the heads of every layer of a model whose layers a search chose (``block_configs``).
+
+    Raises:
+        ValueError: naming the layers whose heads ``tp_size`` does not divide, and the sizes that fit.
+    """
+    _check(model, tp_size, [*_counts_of_config(text_config(model)), *_counts_of_nas(text_config(model))])
+
+
+def validate_tp(model: nn.Module, tp: int, layout: Layout) -> None:
+    """Checks what ``layout`` splits; the vocabulary and unpacked feed-forward widths need not divide evenly.
+
+    Raises:
+        ValueError: naming the counts that ``tp`` does not divide, and the sizes that fit.
     """
     config = text_config(model)
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    _check(model, tp, [*_counts_of_config(config), *_counts_of_nas(config), *_counts_of_layout(model, layout)])
+
+
+def _check(model: nn.Module, tp: int, counts: Iterable[Count]) -> None:
+    counts = list(dict.fromkeys(counts))
+    wrong = [count for count in counts if not count.allows(tp)]
+    if not wrong:
         return
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if tp not in fitting:
-        raise ValueError(
-            f"tp={tp} does not fit {type(model).__name__} with num_attention_heads={heads} and "
-            f"num_key_value_heads={kv_heads}: tp divides the heads, and divides the key/value heads or is a multiple "
-            f"of them; use one of {', '.join(map(str, fitting))}"
-        )
+    fitting = [n for n in range(1, max(count.parts for count in counts) + 1) if all(c.allows(n) for c in counts)]
+    listed = " and ".join(f"{count.what}={count.parts}" for count in wrong[:MOST_LISTED])
+    more = f" and {len(wrong) - MOST_LISTED} more" if len(wrong) > MOST_LISTED else ""
+    shared = ", or be a multiple of key/value heads" if any(count.shared for count in wrong) else ""
+    raise ValueError(
+        f"tp={tp} does not fit {type(model).__name__} with {listed}{more}: tp must divide them{shared}; "
+        f"use one of {', '.join(map(str, fitting))}"
+    )
+
+
+def _counts_of_config(config: Any) -> Iterator[Count]:
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        yield Count("num_attention_heads", heads)
+    key_value_heads = getattr(config, "num_key_value_heads", None)
+    if isinstance(key_value_heads, int) and key_value_heads > 0:
+        yield Count("num_key_value_heads", key_value_heads, shared=True)
+
+
+def _counts_of_nas(config: Any) -> Iterator[Count]:
+    for i, block in enumerate(getattr(config, "block_configs", None) or ()):
+        group = _field(_field(block, "attention"), "n_heads_in_group")
+        if isinstance(group, int):
+            heads = config.num_attention_heads // group
+            yield Count(f"num_attention_heads / block_configs[{i}].attention.n_heads_in_group", heads, shared=True)
+
+
+def _field(holder: Any, name: str) -> Any:
+    """Of a dict or an object: remote code writes configs either way."""
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+
+
+def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
+    """What the modules themselves say, layer by layer: heads, attributes that are divided, and packed matrices."""
+    for name, attributes in layout.attributes.items():
+        for attribute in _DIVIDED & attributes.keys():
+            yield Count(f"{wildcard(name)}.{attribute}", getattr(model.get_submodule(name), attribute))
+    for name, parameter in layout.parameters.items():
+        placement, shape = parameter.placement, model.get_parameter(name).shape
+        if isinstance(placement, StridedShard):
+            width = shape[placement.dim] // placement.split_factor
+            yield Count(f"width of each of the {placement.split_factor} matrices in {wildcard(name)}", width)
+        owner, _, _ = name.rpartition(".")
+        parent, _, projection = owner.rpartition(".")
+        if projection in KEY_VALUE_PROJECTIONS and (parameter.shared_heads or placement == Shard(0)):
+            heads = kv_heads(model.get_submodule(parent))
+            if heads is not None:
+                yield Count(f"key/value heads of {wildcard(parent)}", heads, shared=True)

@@ -21,6 +21,7 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import DP, DP_CP, TP, AutoSize, MeshSizes, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.sharding import fsdp_roots, reshard
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
@@ -149,7 +150,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def _parallelize(self, module: nn.Module) -> None:
         precision = self.precision_plugin
         config = self.config
-        if not isinstance(module, PreTrainedModel):  # a layer beside the models: whole on every rank of the tp axis
+        if not _has_plan(module):  # a layer beside the models: whole on every rank of the tp axis
             config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
         parallelize(module, self.device_mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
 
@@ -160,7 +161,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     def _setup_units(self, units: list[Unit]) -> None:
         tp = self.sizes.tp
-        if tp > 1 and not any(unit.is_pretrained for unit in units):
+        if tp > 1 and not any(_has_plan(unit.module) for unit in units):
             raise ValueError(
                 f"tp={tp}, but {type(self.lightning_module).__name__} holds no Hugging Face model with a "
                 "tensor-parallel plan; use tp=1"
@@ -207,6 +208,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         assert self.model is not None
         reshard(self.model)
         return output
+
+
+def _has_plan(module: nn.Module) -> bool:
+    """Whether tensor parallelism splits it; a model of transformers without a plan is an error, not a layer."""
+    return isinstance(module, PreTrainedModel) or bool(known_rules(module))
 
 
 def _product(sizes: Mapping[str, Any]) -> int:

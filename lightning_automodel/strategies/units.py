@@ -20,11 +20,6 @@ class Unit:
     module: nn.Module
 
     @property
-    def is_pretrained(self) -> bool:
-        """A model of transformers, which brings its tensor-parallel plan."""
-        return isinstance(self.module, PreTrainedModel)
-
-    @property
     def is_sharded(self) -> bool:
         """Made parallel already: by ``from_pretrained``, or by an earlier call of the trainer."""
         return isinstance(self.module, FSDPModule)

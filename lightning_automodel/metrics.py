@@ -1,0 +1,103 @@
+"""Metrics for language models that take logits cut on the vocabulary as well as whole ones.
+
+They are torchmetrics, so a strategy's trainer reduces them over the data ranks, and ``self.log`` takes them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torchmetrics import Metric
+
+from lightning_automodel.loss import IGNORE_INDEX, cross_entropy, top1
+
+
+class _OverTargets(Metric):
+    """A mean over all targets of all batches and data ranks, each with the same weight.
+
+    Args:
+        ignore_index: value of labels that do not count.
+        shift: position ``t`` is judged against label ``t + 1``, as models do with the labels that they are called with;
+            ``False``: against label ``t``.
+    """
+
+    full_state_update = False
+    total: Tensor
+    targets: Tensor
+
+    def __init__(self, ignore_index: int = IGNORE_INDEX, shift: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ignore_index = ignore_index
+        self.shift = shift
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("targets", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            logits: [batch, seq, vocab], plain or cut on the vocabulary.
+            labels: [batch, seq].
+        """
+        targets = pad(labels[..., 1:], (0, 1), value=self.ignore_index) if self.shift else labels
+        # Not in place: a state that was made under inference mode could then not be updated outside of it.
+        self.total = self.total + self.sum_over_targets(logits.detach(), targets).double()
+        self.targets = self.targets + (targets != self.ignore_index).sum()
+
+    def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """What one batch adds: a scalar."""
+        raise NotImplementedError
+
+    def compute(self) -> Tensor:
+        """The mean, float32; 0 if there was no target."""
+        return (self.total / self.targets.clamp(min=1)).float()
+
+
+class Perplexity(_OverTargets):
+    """The exponential of the mean loss per target."""
+
+    higher_is_better = False
+
+    def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses."""
+        return cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
+
+    def compute(self) -> Tensor:
+        """The perplexity, float32."""
+        return super().compute().exp()
+
+
+class TokenAccuracy(_OverTargets):
+    """Share of the targets that are the most probable token."""
+
+    higher_is_better = True
+
+    def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Number of hits."""
+        return ((top1(logits) == targets) & (targets != self.ignore_index)).sum()
+
+
+class TokenCounter(Metric):
+    """Counts tokens, each data rank's once, whatever the tensor-parallel size.
+
+    Args:
+        ignore_index: value of tokens that do not count.
+    """
+
+    full_state_update = False
+    count: Tensor
+
+    def __init__(self, ignore_index: int = IGNORE_INDEX, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ignore_index = ignore_index
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, tokens: Tensor, mask: Tensor | None = None) -> None:
+        """Adds a batch of ids or labels, [batch, seq]; where ``mask`` of that shape is 0, they do not count."""
+        counts = tokens != self.ignore_index
+        self.count = self.count + (counts if mask is None else counts & mask.bool()).sum()
+
+    def compute(self) -> Tensor:
+        """The number of tokens, int64."""
+        return self.count

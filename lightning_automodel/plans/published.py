@@ -1,0 +1,22 @@
+"""Reads the tensor-parallel plan that a model publishes."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def published_plan(model: nn.Module) -> dict[str, str]:
+    """Rules that the model brings: of the models inside of it (with their prefix), of its class, and of the instance.
+
+    transformers merges them when it builds a model; remote code does not always let it. What is no model of
+    transformers may have a ``tp_plan``; the plans of diffusers are written for its own way of splitting.
+    """
+    own: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    if not isinstance(model, PreTrainedModel):
+        return dict(own)
+    inner = {
+        f"{name}.{rule}": style
+        for name, child in model.named_children()
+        if isinstance(child, PreTrainedModel)
+        for rule, style in (child.tp_plan or {}).items()
+    }
+    return {**inner, **(type(model)._tp_plan or {}), **own}

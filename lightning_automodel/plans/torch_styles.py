@@ -1,0 +1,138 @@
+"""Translates between the style names of plans and the ``ParallelStyle`` objects of torch, in both directions."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_automodel.plans.published import published_plan
+from lightning_automodel.styles import STYLES
+
+_GATHERED: dict[str, Any] = {"output_layouts": Replicate()}
+_SPLIT: dict[str, Any] = {"input_layouts": Replicate()}
+TORCH_STYLES: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
+    "colwise": (ColwiseParallel, {}),
+    "colwise_gather_output": (ColwiseParallel, _GATHERED),
+    "colwise_rep": (ColwiseParallel, _GATHERED),
+    "embedding_colwise": (ColwiseParallel, _GATHERED),
+    "rowwise": (RowwiseParallel, {}),
+    "rowwise_split_input": (RowwiseParallel, _SPLIT),
+    "rowwise_rep": (RowwiseParallel, _SPLIT),
+    "embedding_rowwise": (RowwiseParallel, _SPLIT),
+    "sequence_parallel": (SequenceParallel, {}),
+}
+_WHOLE, _FEATURES = (Replicate(),), (Shard(-1),)
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """The torch style that does what the style name of a plan says, for ``torch``'s own ``parallelize_module``.
+
+    Raises:
+        ValueError: if torch has no such style, or the name is not known.
+    """
+    if style in TORCH_STYLES:
+        kind, arguments = TORCH_STYLES[style]
+        return kind(**arguments)
+    if style in STYLES:
+        raise ValueError(
+            f"torch has no ParallelStyle that does what {style!r} does; fsdp2_strategy_parallelize has a style of its "
+            "own for it, so give it the name"
+        )
+    raise ValueError(f"{style!r} is not a style of a tensor-parallel plan; use one of {', '.join(TORCH_STYLES)}")
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan that a Hugging Face model publishes, in torch's styles, for ``torch``'s own ``parallelize_module``.
+
+    Merged from the plans of the models inside of it, whose rules get their prefix, of its class and of the instance.
+
+    Returns:
+        patterns of module names to styles.
+
+    Raises:
+        ValueError: if the model has no plan, or the plan has styles that torch lacks (all of them are named).
+    """
+    plan = published_plan(model)
+    if not plan:
+        raise ValueError(f"{type(model).__name__} publishes no tensor-parallel plan (_tp_plan, tp_plan)")
+    lacking = {rule: style for rule, style in plan.items() if style not in TORCH_STYLES}
+    if lacking:
+        raise ValueError(
+            f"the plan of {type(model).__name__} has styles that torch lacks: {lacking}; fsdp2_strategy_parallelize "
+            "applies it with styles of its own"
+        )
+    return {rule: translate_to_torch_parallel_style(style) for rule, style in plan.items()}
+
+
+def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool) -> str:
+    """The style name that does what a torch style does; a name stays as it is.
+
+    Args:
+        style: from a user's plan.
+        rule: the pattern that it stands for.
+        is_embedding: whether that pattern names embeddings.
+
+    Raises:
+        ValueError: with the rule, if none of our styles has these layouts.
+    """
+    if isinstance(style, str):
+        return style
+    name = _name_of_style(style, is_embedding)
+    if name is None:
+        layouts = {key: value for key, value in vars(style).items() if key.endswith("layouts") and value}
+        hint = " (sequence_parallel=True cuts the sequence, without a rule)" if _cuts_sequence(style) else ""
+        raise ValueError(
+            f"the tensor-parallel plan gives {rule!r} the torch style {type(style).__name__} with {layouts}, which has "
+            f"no equivalent here{hint}; use ColwiseParallel or RowwiseParallel with default or replicated layouts, or "
+            f"one of the names {', '.join(STYLES)}"
+        )
+    return name
+
+
+def _name_of_style(style: ParallelStyle, is_embedding: bool) -> str | None:
+    if type(style) is ColwiseParallel and _last(style.input_layouts) == _WHOLE:
+        if _last(style.output_layouts) == _WHOLE:
+            return "embedding_colwise" if is_embedding else "colwise_gather_output"
+        return "colwise" if _last(style.output_layouts) == _FEATURES and not is_embedding else None
+    if type(style) is RowwiseParallel and _last(style.output_layouts) == _WHOLE:
+        if _last(style.input_layouts) == _WHOLE:
+            return "embedding_rowwise" if is_embedding else "rowwise_split_input"
+        return "rowwise" if _last(style.input_layouts) == _FEATURES and not is_embedding else None
+    return "replicate" if type(style) in _PREPARATIONS and _changes_nothing(style) else None
+
+
+_PREPARATIONS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+def _last(layouts: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Features are the last dimension of [batch, seq, features], however a plan writes it."""
+    return tuple(Shard(-1) if layout == Shard(2) else layout for layout in layouts)
+
+
+def _changes_nothing(style: ParallelStyle) -> bool:
+    return all(layout.is_replicate() for layout in _layouts(style))
+
+
+def _cuts_sequence(style: ParallelStyle) -> bool:
+    return isinstance(style, SequenceParallel) or Shard(1) in _layouts(style)
+
+
+def _layouts(value: Any) -> list[Placement]:
+    """All placements that a style mentions."""
+    if isinstance(value, Placement):
+        return [value]
+    if isinstance(value, dict):
+        return [layout for item in value.values() for layout in _layouts(item)]
+    if isinstance(value, tuple):
+        return [layout for item in value for layout in _layouts(item)]
+    return _layouts(vars(value)) if isinstance(value, ParallelStyle) else []

@@ -1,0 +1,139 @@
+"""The strategies that make models parallel, by the name of the model's class: the default one, and users' own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from typing_extensions import override
+
+from lightning_automodel.blocks import class_names
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, AxisNames
+from lightning_automodel.plans.selection import Rules
+from lightning_automodel.stages import apply_stages
+
+MP_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""What ``mp_policy=None`` means without a trainer: compute in bfloat16, reduce in float32."""
+
+
+class ParallelizationStrategy(ABC):
+    """How models of one class are made parallel. Register a subclass with :func:`register_parallel_strategy`."""
+
+    @abstractmethod
+    def parallelize(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: CPUOffloadPolicy | None = None,
+        sequence_parallel: bool = False,
+        activation_checkpointing: bool | str = False,
+        tp_shard_plan: Rules | str | None = None,
+        dp_replicate_mesh_name: str = DP_REPLICATE,
+        dp_shard_cp_mesh_name: str = DP_SHARD_CP,
+        tp_mesh_name: str = TP,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Makes ``model`` parallel and returns it.
+
+        Args:
+            model: perhaps on the meta device.
+            device_mesh: with the axes that the three names say.
+            mp_policy: dtypes of compute and reduction.
+            offload_policy: as in :class:`~lightning_automodel.FSDP2Config`, and so the next two.
+            sequence_parallel: cut the residual stream over tp.
+            activation_checkpointing: recompute activations.
+            tp_shard_plan: ``FSDP2Config.tp_plan``.
+            dp_replicate_mesh_name: axis over which shards are replicated; the mesh may lack it.
+            dp_shard_cp_mesh_name: axis over which parameters are sharded.
+            tp_mesh_name: axis over which matrices are split.
+            kwargs: the other fields of :class:`~lightning_automodel.FSDP2Config`, and ``param_dtype``, the dtype in
+                which parameters are stored.
+        """
+
+
+class DefaultParallelizationStrategy(ParallelizationStrategy):
+    """What every model gets: its plan, then FSDP2 over its blocks. Subclasses may change arguments, or the model."""
+
+    @override
+    def parallelize(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: CPUOffloadPolicy | None = None,
+        sequence_parallel: bool = False,
+        activation_checkpointing: bool | str = False,
+        tp_shard_plan: Rules | str | None = None,
+        dp_replicate_mesh_name: str = DP_REPLICATE,
+        dp_shard_cp_mesh_name: str = DP_SHARD_CP,
+        tp_mesh_name: str = TP,
+        param_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        config = FSDP2Config(
+            offload_policy=offload_policy,
+            sequence_parallel=sequence_parallel,
+            activation_checkpointing=activation_checkpointing,
+            tp_plan=tp_shard_plan,
+            **kwargs,
+        )
+        names = AxisNames(dp_replicate=dp_replicate_mesh_name, dp_shard_cp=dp_shard_cp_mesh_name, tp=tp_mesh_name)
+        return apply_stages(model, device_mesh, config, mp_policy or MP_POLICY, param_dtype, names)
+
+
+PARALLELIZATION_STRATEGIES: dict[str, ParallelizationStrategy] = {
+    # What these classes need beyond the default is data: their plans (plans/additions.py), the parameters that they
+    # keep in float32 and the dtypes of their layers (sharding.py makes one group of each).
+    name: DefaultParallelizationStrategy()
+    for name in (
+        "NemotronHForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
+        "WanTransformer3DModel",
+        "HunyuanVideo15Transformer3DModel",
+        "LTX2VideoTransformer3DModel",
+    )
+}
+_DEFAULT = DefaultParallelizationStrategy()
+
+
+def get_parallelization_strategy(model: nn.Module) -> ParallelizationStrategy:
+    """The strategy that is registered for the class of ``model`` or for a base class of it, else the default one."""
+    found = (PARALLELIZATION_STRATEGIES.get(name) for name in class_names(model))
+    return next((strategy for strategy in found if strategy is not None), _DEFAULT)
+
+
+def register_parallel_strategy(arg: Any = None, *, name: str | None = None) -> Any:
+    """Registers a :class:`ParallelizationStrategy` for the models of one class, under Lightning too. A decorator::
+
+        @register_parallel_strategy(name="MyModelForCausalLM")
+        class MyStrategy(DefaultParallelizationStrategy): ...
+
+    Args:
+        arg: the strategy: a class that is built without arguments, or an instance; ``None`` in the form above.
+        name: name of the model's class; ``None``: that of the strategy's class.
+
+    Returns:
+        ``arg``, or a decorator that returns what it is given.
+
+    Raises:
+        ValueError: if ``arg`` is no strategy.
+    """
+    return _register(name) if arg is None else _register(name)(arg)
+
+
+def _register(name: str | None) -> Callable[[Any], Any]:
+    def register(arg: Any) -> Any:
+        strategy = arg() if isinstance(arg, type) and issubclass(arg, ParallelizationStrategy) else arg
+        if not isinstance(strategy, ParallelizationStrategy):
+            raise ValueError(f"{arg!r} is not a ParallelizationStrategy; derive it from that class")
+        PARALLELIZATION_STRATEGIES[name or type(strategy).__name__] = strategy
+        return arg
+
+    return register

@@ -1,0 +1,54 @@
+"""The stages that make a model parallel, in their order, on one screen."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.heads import install_loss
+from lightning_automodel.loading import broadcast_weights, cast_parameters
+from lightning_automodel.mesh import AxisNames, find_axes
+from lightning_automodel.plans import Layout, derive_layout, select_plan, validate_tp
+from lightning_automodel.sharding import apply_fsdp2
+from lightning_automodel.tensor_parallel import apply_tensor_parallel
+
+
+def apply_stages(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: FSDP2Config,
+    mp_policy: MixedPrecisionPolicy,
+    param_dtype: torch.dtype | None,
+    axis_names: AxisNames,
+) -> nn.Module:
+    """Makes ``model`` parallel in place, whatever its class; see :func:`~lightning_automodel.parallelizer.parallelize`.
+
+    Raises:
+        ValueError: if the sizes do not fit the model, or it has no plan.
+    """
+    tp_mesh, fsdp_mesh = find_axes(mesh, axis_names)
+    tp = tp_mesh.size()
+    if tp > 1:
+        plan = select_plan(model, config.tp_plan)
+        layout = derive_layout(model, plan, tp, config.sequence_parallel and isinstance(model, PreTrainedModel))
+        _check_sequence_parallel(model, config, layout)
+        validate_tp(model, tp, layout)
+    if param_dtype is not None:
+        cast_parameters(model, param_dtype)
+    broadcast_weights(model, mesh)
+    if tp > 1:
+        apply_tensor_parallel(model, tp_mesh, layout)
+    install_loss(model, tp_mesh, config)
+    apply_fsdp2(model, fsdp_mesh, config, mp_policy)
+    return model
+
+
+def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layout) -> None:
+    """A model of another library that is split; single layers beside a model are whole and see the whole sequence."""
+    if config.sequence_parallel and layout.sequence is None and layout.boundaries:
+        raise ValueError(
+            "sequence_parallel=True cuts the residual stream of transformers' models only, but "
+            f"{type(model).__name__} is none: what else enters its blocks is not known; use sequence_parallel=False"
+        )

@@ -1,0 +1,91 @@
+"""Tiny models and custom plans for the tests of the functional API."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from tests.support.comparison import Schedule
+
+BOUND = 1e-5
+SCHEDULE = Schedule(steps=2, length=12)
+
+
+def with_vectors(model: nn.Module) -> nn.Module:
+    """Moves norms and biases away from their trivial initial values."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim <= 1:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def build_llama() -> nn.Module:
+    """With a vocabulary and a feed-forward width that two ranks do not divide."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=65,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=131,
+        mlp_bias=True,
+        use_cache=False,
+    )
+    return with_vectors(LlamaForCausalLM(config))
+
+
+def build_opt() -> nn.Module:
+    """A model that publishes no plan."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=48,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=131,
+        max_position_embeddings=64,
+        word_embed_proj_dim=48,
+        dropout=0.0,
+        use_cache=False,
+    )
+    return with_vectors(OPTForCausalLM(config))
+
+
+_LAYER = "model.decoder.layers.*"
+OPT_PLAN: Mapping[str, str | ParallelStyle] = {
+    "model.decoder.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    f"{_LAYER}.self_attn": "split_heads",
+    f"{_LAYER}.self_attn.q_proj": ColwiseParallel(),
+    f"{_LAYER}.self_attn.k_proj": ColwiseParallel(),
+    f"{_LAYER}.self_attn.v_proj": ColwiseParallel(),
+    f"{_LAYER}.self_attn.out_proj": RowwiseParallel(),
+    f"{_LAYER}.fc1": ColwiseParallel(output_layouts=Replicate()),
+    f"{_LAYER}.fc2": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+def opt_plan() -> Mapping[str, str | ParallelStyle]:
+    """As an import path may name it."""
+    return OPT_PLAN
+
+
+def plan_of_model(model: nn.Module) -> dict[str, str]:
+    """The same with styles by name, from the model."""
+    assert isinstance(model, OPTForCausalLM)
+    return {
+        f"{_LAYER}.self_attn": "split_heads",
+        **{f"{_LAYER}.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        f"{_LAYER}.self_attn.out_proj": "rowwise",
+        f"{_LAYER}.fc1": "colwise",
+        f"{_LAYER}.fc2": "rowwise",
+    }
+
+
+class NoStyles:
+    """What an import path must not name."""
