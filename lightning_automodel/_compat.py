@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
@@ -43,6 +44,7 @@ from lightning_automodel.shards import local_tensor, pieces
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
 __all__ = [
+    "OptimizedModule",
     "PrefetchDataFetcher",
     "StridedShard",
     "add_worker_init_fn",

@@ -158,23 +158,14 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, size, group)
-
+class _GatherIn(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _ScatterOut(torch.autograd.Function):
+class _ScatterOut(_Split):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
         return _reduce_scatter(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.size, ctx.group), None, None

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from lightning_automodel._compat import OptimizedModule
 from lightning_automodel.blocks import CONTAINERS
 from lightning_automodel.logs import warn_once
 
