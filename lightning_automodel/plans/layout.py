@@ -131,7 +131,8 @@ def share_heads(model: nn.Module, layout: Layout, tp: int) -> None:
         owner, _, _ = name.rpartition(".")
         parent, _, projection = owner.rpartition(".")
         heads = kv_heads(model.get_submodule(parent)) if projection in KEY_VALUE_PROJECTIONS else None
-        if heads is None or heads >= tp or parameter.placement != Shard(0):
+        gathered = owner in layout.modules and layout.modules[owner].leave is Leave.GATHER  # then heads are not split
+        if heads is None or heads >= tp or parameter.placement != Shard(0) or gathered:
             continue
         layout.parameters[name] = ParameterLayout(Replicate(), Partial(), shared_heads=heads)
         attention = model.get_submodule(parent)
