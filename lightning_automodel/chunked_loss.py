@@ -135,6 +135,7 @@ class _ChunkedLossSum(torch.autograd.Function):
                 _add_product(d_weight, d_logits.T, hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
+            del logits, d_logits  # before the next chunk's are made
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype]
         return total

@@ -1,6 +1,6 @@
 """Logits that are not computed: what would give them, and what the model does with them on the way to its loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         result = super().__torch_function__(func, types, args, kwargs)
         if isinstance(result, DeferredLogits):
-            source = next(x for x in (*args, *kwargs.values()) if isinstance(x, DeferredLogits))
+            source = next(x for x in _operands(args, kwargs) if isinstance(x, DeferredLogits))
             result.recipe = _followed_by(source.recipe, func, args, kwargs)
         return result
 
@@ -91,6 +91,14 @@ class DeferredLogits(Tensor):
         return chunked_loss_sum(hidden, recipe.weight, recipe.bias, targets, options)
 
 
+def _operands(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for operand in (*args, *kwargs.values()):
+        if isinstance(operand, tuple | list):
+            yield from operand
+        else:
+            yield operand
+
+
 def _followed_by(recipe: LinearRecipe, func: Callable, args: tuple, kwargs: dict[str, Any]) -> LinearRecipe:
     limit = _vocabulary_limit(func, args)
     if limit is not None:
@@ -107,7 +115,7 @@ def _followed_by(recipe: LinearRecipe, func: Callable, args: tuple, kwargs: dict
 
 def _is_elementwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """By the name of the function; other operands must be numbers, or constants of one element."""
-    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, DeferredLogits)]
+    others = [x for x in _operands(args, kwargs) if isinstance(x, Tensor) and not isinstance(x, DeferredLogits)]
     constant = all(x.numel() == 1 and not x.requires_grad for x in others)
     return getattr(func, "__name__", "") in _ELEMENTWISE and constant and kwargs.get("out") is None
 

@@ -27,7 +27,7 @@ from lightning_automodel.kernels import check_kernel
 from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy
 from lightning_automodel.vocabulary import Part
 
-_HAS_LABELS = "_called_with_labels"
+_CALLS = "_calls_with_labels"
 _CHUNK_OF_KERNELS = 1  # they choose their own
 
 
@@ -130,17 +130,29 @@ def _enter_model(model: PreTrainedModel) -> Callable:
 
     def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         labels = args[position] if len(args) > position else kwargs.get("labels")
-        # On the head and not in a closure: a copy of the model must ask its own head.
-        model.get_output_embeddings().__dict__[_HAS_LABELS] = (
-            labels is not None and model.loss_function is causal_lm_loss
-        )
+        has_labels = labels is not None and model.loss_function is causal_lm_loss
+        calls = _calls(model.get_output_embeddings())
+        calls.append(has_labels or (bool(calls) and calls[-1]))
 
     return hook
 
 
+def _calls(head: nn.Module) -> list[bool]:
+    """The calls that are running of models whose head this is, outer ones first, and whether they have labels.
+
+    A model may call another one inside of it without labels, and compute the loss from its logits. Kept on the head and
+    not in a closure, because a copy of the model must ask its own head.
+    """
+    return head.__dict__.setdefault(_CALLS, [])
+
+
 def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
-    """Logits that were not computed are ``None`` in what the model returns."""
-    model.get_output_embeddings().__dict__.pop(_HAS_LABELS, None)
+    """Logits that were not computed are ``None`` in what the outermost model returns."""
+    calls = _calls(model.get_output_embeddings())
+    if calls:
+        calls.pop()
+    if calls:
+        return output
     if isinstance(output, tuple):
         return tuple(None if isinstance(x, DeferredLogits) else x for x in output)
     if isinstance(getattr(output, "logits", None), DeferredLogits):
@@ -151,7 +163,7 @@ def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
 def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         logits = type(self).forward(self, input)  # [..., vocab / tp]
-        if not self.__dict__.get(_HAS_LABELS):
+        if True not in _calls(self)[-1:]:
             return logits
         shape = torch.Size((*logits.shape[:-1], part.size))
         stride = torch.empty(shape, device="meta").stride()
@@ -164,7 +176,7 @@ def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tens
 
 def _deferred_forward(part: Part, config: FSDP2Config, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        if not self.__dict__.get(_HAS_LABELS):
+        if True not in _calls(self)[-1:]:
             return type(self).forward(self, input)
         recipe = LinearRecipe(
             hidden=input,

@@ -1,11 +1,145 @@
-"""Runs one family on every rank, for the benchmark and the tests."""
+"""Compares one family on a mesh with one process: what the ranks of the tests and of the benchmark do."""
 
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from tests.support.comparison import Schedule, compare
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_automodel.plans import select_plan
+from tests.support.comparison import Batch, Differences, Schedule, batches, compare
 from tests.support.families import tiny_model
+from tests.support.float64 import in_float64
+from tests.support.images import Inputs, find_inputs
+from tests.support.initialization import initial_difference
 
 
-def run(family, sizes, world, micro, steps=1, **changes):
-    d = compare(partial(tiny_model, family, **changes), sizes, world, Schedule(steps=steps, micro_batches=micro))
-    return {"largest": d.largest, "worst": d.worst}
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One layout with its schedule.
+
+    Attributes:
+        sizes: of the mesh.
+        schedule: steps, micro-batches, clipping.
+        changes: fields of the language model's config.
+    """
+
+    sizes: Mapping[str, int]
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=1, micro_batches=1, clip=None))
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        world = 1
+        for size in self.sizes.values():
+            world *= size
+        return world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came out of a run.
+
+    Attributes:
+        error: the largest relative error; ``inf`` where the run failed.
+        where: what has it.
+        failure: the error that ended the run.
+    """
+
+    error: float
+    where: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What is known about a family before it runs on a mesh.
+
+    Attributes:
+        parameters: of the tiny model; 0: it cannot be built.
+        plan: where its tensor-parallel plan comes from; empty: it has none.
+        inputs: what it takes besides text.
+        failure: why it cannot be built or run on one process.
+    """
+
+    parameters: int = 0
+    plan: str = ""
+    inputs: Inputs = field(default_factory=Inputs)
+    failure: str = ""
+
+
+def probe(family: str) -> Probe:
+    """Builds the model on one process, finds its plan and its inputs, and runs it once."""
+    try:
+        model = tiny_model(family).train()
+        inputs = find_inputs(model)
+        loss = model(**inputs.draw(torch.Generator().manual_seed(0), with_images=True)).loss
+        loss.backward()
+    except Exception as error:  # whatever transformers raises is the reason that the table gives
+        return Probe(failure=_describe(error))
+    return Probe(parameters=sum(p.numel() for p in model.parameters()), plan=_plan(model), inputs=inputs)
+
+
+def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double: bool = False) -> dict[str, Outcome]:
+    """Runs on every rank: the outcome of each run by its name; ``None`` stands for the initial weights.
+
+    Args:
+        family: its model type.
+        runs: all on as many ranks as there are.
+        inputs: from :func:`probe`.
+        double: compute in float64.
+    """
+    outcomes = {}
+    for name, run in runs.items():
+        try:
+            if run is None:
+                error, where = initial_difference(family)
+            else:
+                error, where = differences(family, run, inputs, double).largest
+            outcomes[name] = Outcome(error=error, where=where)
+        except Exception as failure:
+            outcomes[name] = Outcome(error=float("inf"), failure=_describe(failure))
+    return outcomes
+
+
+def differences(family: str, run: Run, inputs: Inputs | None = None, double: bool = False) -> Differences:
+    """Runs on every rank: a family on a mesh against one process."""
+    draw: Callable[[Schedule, int, int], list[Batch]] = partial(_draw, inputs or Inputs(), double)
+    # Grouped matrix products of experts exist for narrow dtypes only.
+    build = partial(tiny_model, family, experts="eager" if double else None, **run.changes)
+    arguments = (dict(run.sizes), dist.get_world_size(), run.schedule)
+    if not double:
+        return compare(build, *arguments, draw=draw)
+    with in_float64():
+        return compare(lambda: build().double(), *arguments, draw=draw)
+
+
+def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
+    """Text; where a model reads images, every other micro-batch has some, and not the same ones on all data ranks."""
+    if not inputs.images and not inputs.types:
+        return batches(schedule, step, data_rank)
+    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    micro = []
+    for i in range(schedule.micro_batches):
+        batch = inputs.draw(generator, with_images=inputs.images_needed or (i + data_rank) % 2 == 0)
+        micro.append({k: v.double() if double and v.is_floating_point() else v for k, v in batch.items()})
+    return micro
+
+
+def _plan(model: nn.Module) -> str:
+    try:
+        return select_plan(model).source
+    except ValueError:
+        return ""
+
+
+def _describe(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}{place}"

@@ -1,0 +1,1 @@
+"""Every family of transformers on a mesh against one process, gradient by gradient; writes docs/families.md."""

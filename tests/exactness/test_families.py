@@ -1,0 +1,53 @@
+"""A dozen families, one of each kind, against one process; `python -m benchmarks.exactness` compares all of them."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.harness.pool import Pool
+from tests.support.comparison import Schedule
+from tests.support.families import image_text_families, tiny_model
+from tests.support.images import find_inputs
+from tests.support.run_family import Run, differences
+
+BOUND = 1e-4
+MESH = {"dp_shard": 2, "tp": 2}
+HYBRID = {"num_hidden_layers": 4}  # one of each kind of layer
+ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+
+KINDS = {
+    "dense": ["llama", "qwen2", "qwen3", "gemma3_text"],  # grouped-query attention, biases, q/k norms, ties
+    "fused": ["phi3", "deepseek_v3", "gpt_oss"],  # packed projections, latent attention and experts, sinks
+    "experts": ["mixtral", "qwen3_moe"],
+    "recurrent": ["qwen3_5_text", "nemotron_h"],
+    "images": ["qwen2_5_vl"],
+}
+CHANGES = dict.fromkeys(KINDS["recurrent"], HYBRID) | dict.fromkeys(KINDS["experts"], ROUTER)
+
+
+def errors(runs: dict[str, Run]) -> dict[str, tuple[float, str]]:
+    """Runs on each rank: the largest error of each family."""
+    found = {}
+    for family, run in runs.items():
+        inputs = find_inputs(tiny_model(family).train()) if family in image_text_families() else None
+        found[family] = differences(family, run, inputs).largest
+    return found
+
+
+def check(results: Iterable[dict[str, tuple[float, str]]]) -> None:
+    for result in results:
+        assert {family: error for family, error in result.items() if error[0] > BOUND} == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_clipped_steps_of_two_micro_batches_on_a_mesh(kind: str, pool4: Pool) -> None:
+    runs = {f: Run(sizes=MESH, schedule=Schedule(), changes=CHANGES.get(f, {})) for f in KINDS[kind]}
+    check(pool4.run(errors, runs))
+
+
+def test_more_ranks_than_key_value_heads(pool4: Pool) -> None:
+    schedule = Schedule(steps=1, clip=None)
+    runs = {
+        f: Run(sizes={"tp": 4}, schedule=schedule) for f in ("llama", "qwen3", "gemma3_text", "mixtral", "starcoder2")
+    }
+    check(pool4.run(errors, runs))

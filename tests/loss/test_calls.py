@@ -1,0 +1,202 @@
+"""What a model that was called with labels, or without them, returns, and what happens to models that differ."""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.heads import causal_lm_loss, install_loss
+from lightning_automodel.loss import gather_logits
+from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.tensor_parallel import apply_tensor_parallel
+from tests.harness.pool import Pool, RankFailed
+from tests.support.families import tiny_model
+
+LLAMA = {"vocab_size": 131, "tie_word_embeddings": True}
+
+
+def make(tp: int = 2, family: str = "llama", **config: Any) -> tuple[nn.Module, nn.Module]:
+    """The model on one process, and its copy on a mesh."""
+    reference = tiny_model(family, **LLAMA)
+    mesh = build_mesh(resolve_sizes(torch.distributed.get_world_size(), tp=tp), "cpu")
+    return reference, parallelize(copy.deepcopy(reference), mesh, FSDP2Config(**config))
+
+
+def text(rows: int = 2) -> Tensor:
+    return torch.randint(3, 131, (rows, 10), generator=torch.Generator().manual_seed(0))
+
+
+def gradient(model: nn.Module) -> Tensor:
+    grad = model.get_input_embeddings().weight.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def assert_same_step(model: nn.Module, reference: nn.Module, *args: Any, **batch: Any) -> None:
+    """Equal loss and gradient."""
+    losses = []
+    for module in (model, reference):
+        module.zero_grad()
+        losses.append(module(*args, **batch).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(gradient(model), gradient(reference))
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+
+
+def logits_of_calls() -> None:
+    reference, model = make()
+    ids = text()
+    expected = reference(ids).logits
+    given = model(ids, labels=ids).logits
+    assert isinstance(given, DTensor)
+    assert given.placements == (Shard(2),)
+    torch.testing.assert_close(gather_logits(given), expected)
+    plain = model(ids).logits
+    assert not isinstance(plain, DTensor)
+    torch.testing.assert_close(plain, expected)
+    assert model(ids, labels=ids, return_dict=False)[1].placements == (Shard(2),)
+
+
+def losses_of_users() -> None:
+    """From logits that came without labels, and from logits that were gathered."""
+    reference, model = make()
+    ids = text()
+
+    def own_loss(logits: Tensor) -> Tensor:
+        return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+
+    own_loss(reference(ids).logits).backward()
+    for call in ({}, {"labels": ids}):
+        model.zero_grad()
+        own_loss(gather_logits(model(ids, **call).logits)).backward()
+        torch.testing.assert_close(gradient(model), gradient(reference))
+
+
+def chunked_returns_no_logits() -> None:
+    reference, model = make(chunked_loss=4)
+    ids = text()
+    output = model(ids, labels=ids)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, reference(ids, labels=ids).loss)
+    assert model(ids, labels=ids, return_dict=False)[1] is None
+    torch.testing.assert_close(model(ids).logits, reference(ids).logits)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, labels=ids).loss, reference(ids, labels=ids).loss)
+    written = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (model, reference)]
+    assert torch.equal(*written)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def arguments_of_the_loss(config: dict[str, Any]) -> None:
+    reference, model = make(**config)
+    ids = text()
+    position = list(inspect.signature(reference.forward).parameters).index("labels")
+    assert_same_step(model, reference, input_ids=ids, labels=ids, num_items_in_batch=7)
+    assert_same_step(model, reference, input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(9))
+    assert_same_step(model, reference, input_ids=ids, labels=ids.clone().fill_(5), shift_labels=ids)
+    assert_same_step(model, reference, input_ids=ids, labels=ids.masked_fill(ids < 50, 130), ignore_index=130)
+    assert_same_step(model, reference, ids, *[None] * (position - 1), ids)
+    reference.loss_function = causal_lm_loss  # transformers' own ignores label smoothing
+    assert_same_step(model, reference, input_ids=ids, labels=ids, label_smoothing=0.2)
+
+
+def nothing_to_learn(config: dict[str, Any], tp: int) -> None:
+    _, model = make(tp=tp, **config)
+    ids = text()
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100)).loss
+    loss.backward()
+    assert loss == 0
+    assert not gradient(model).any()
+
+
+# ---- robustness ------------------------------------------------------------------------------------------------------
+
+
+def copies_and_exceptions(config: dict[str, Any]) -> None:
+    """A copy made between the stages works by itself; FSDP2 modules cannot be copied."""
+    reference, ids, settings = tiny_model("llama", **LLAMA), text(), FSDP2Config(**config)
+    model = copy.deepcopy(reference)
+    tp_mesh = axis(build_mesh(resolve_sizes(2, tp=2), "cpu"), TP)
+    layout = derive_layout(model, select_plan(model), 2, settings.sequence_parallel)
+    apply_tensor_parallel(model, tp_mesh, layout)
+    install_loss(model, tp_mesh, settings)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same_step(twin, reference, input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="outside of the vocabulary"):
+        twin(ids, labels=ids + 131)
+    torch.testing.assert_close(twin(ids).logits, reference(ids).logits)
+    assert_same_step(twin, reference, input_ids=ids, labels=ids)
+
+
+def loss_functions_of_users() -> None:
+    """Set before or after: they get whole logits."""
+
+    def own(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        assert not isinstance(logits, DTensor)
+        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    ids = text()
+    reference = tiny_model("llama", **LLAMA)
+    reference.loss_function = own
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    before = parallelize(copy.deepcopy(reference), mesh)
+    after = make()[1]
+    after.loss_function = own
+    for model in (before, after):
+        assert_same_step(model, reference, input_ids=ids, labels=ids)
+
+
+def operations_that_mix_logits() -> None:
+    _, model = make(chunked_loss=4)
+    model.lm_head.register_forward_hook(lambda module, args, output: output.softmax(-1))
+    model(text(), labels=text())
+
+
+def models_without_a_causal_loss() -> None:
+    make(family="bart", tp=1, chunked_loss=4)
+
+
+@pytest.mark.parametrize(
+    "check", [logits_of_calls, losses_of_users, chunked_returns_no_logits, loss_functions_of_users]
+)
+def test_calls(check: Any, pool2: Pool) -> None:
+    pool2.run(check)
+
+
+@pytest.mark.parametrize("config", [{}, {"chunked_loss": 4}], ids=str)
+@pytest.mark.parametrize("check", [arguments_of_the_loss, copies_and_exceptions])
+def test_calls_with_labels(check: Any, config: dict[str, Any], pool2: Pool) -> None:
+    pool2.run(check, config)
+
+
+@pytest.mark.parametrize("config", [{}, {"chunked_loss": 4}], ids=str)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_labels_ignored(config: dict[str, Any], tp: int, pool2: Pool) -> None:
+    pool2.run(nothing_to_learn, config, tp)
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (operations_that_mix_logits, "LlamaForCausalLM calls softmax on its logits.*use chunked_loss=None"),
+        (models_without_a_causal_loss, "BartForCausalLM does not compute transformers' causal loss"),
+    ],
+)
+def test_models_that_need_their_logits(check: Any, message: str, pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=message):
+        pool2.run(check)

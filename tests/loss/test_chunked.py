@@ -1,0 +1,183 @@
+"""The loss from hidden states and a weight, against float64 logits, on one process and with rows on two ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
+
+from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
+from lightning_automodel.collectives import shard_bounds
+from tests.harness.pool import Pool
+from tests.loss.cases import IGNORED, assert_close, for_all, reference_losses
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "soft-capping": lambda x: torch.tanh(x / 3.0) * 3.0,
+    "scale": lambda x: x * 0.25,
+    "cast": lambda x: x.to(torch.promote_types(x.dtype, torch.float32)),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``hidden`` [tokens, width], ``weight`` [vocab, width], ``labels`` [tokens] from a seed."""
+
+    seed: int
+    tokens: int
+    vocabulary: int
+    chunk: int
+    smoothing: float
+    ignored: float
+    transform: str
+    with_bias: bool
+    reduction: str
+    dtype: torch.dtype
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        hidden = torch.randn(self.tokens, 6, generator=generator).to(self.dtype)
+        weight = torch.randn(self.vocabulary, 6, generator=generator).to(self.dtype)
+        bias = torch.randn(self.vocabulary, generator=generator).to(self.dtype) if self.with_bias else None
+        labels = torch.randint(self.vocabulary, (self.tokens,), generator=generator)
+        labels[torch.rand(self.tokens, generator=generator) < self.ignored] = IGNORED
+        return hidden, weight, bias, labels
+
+
+PROBLEMS = st.builds(
+    Problem,
+    seed=st.integers(0, 1 << 30),
+    tokens=st.integers(1, 30),
+    vocabulary=st.integers(1, 41),
+    chunk=st.integers(1, 40),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    ignored=st.sampled_from([0.0, 0.4, 1.0]),
+    transform=st.sampled_from(list(TRANSFORMS)),
+    with_bias=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+
+
+def rows(value: Tensor, group: ProcessGroup | None) -> Tensor:
+    if group is None:
+        return value
+    return value.narrow(0, *shard_bounds(value.shape[0], group.size(), group.rank()))
+
+
+def check(group: ProcessGroup | None, examples: int) -> None:
+    @for_all(PROBLEMS, examples=examples)
+    def compare(problem: Problem) -> None:
+        hidden, weight, bias, labels = problem.tensors()
+        inputs = [hidden, rows(weight, group), *([rows(bias, group)] if bias is not None else [])]
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        loss = chunked_linear_cross_entropy(
+            inputs[0],
+            inputs[1],
+            labels,
+            chunk_size=problem.chunk,
+            group=group,
+            vocab_size=problem.vocabulary if group else None,
+            bias=inputs[2] if bias is not None else None,
+            logit_transform=TRANSFORMS[problem.transform],
+            label_smoothing=problem.smoothing,
+            reduction=problem.reduction,
+        )
+        (3 * loss).backward()
+        exact = [x.double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+        expected = reference(problem, exact, labels)
+        (3 * expected).backward()
+        assert loss.dtype == torch.promote_types(problem.dtype, torch.float32)
+        assert_close(loss, expected, "loss", problem.dtype)
+        for name, actual, wanted in zip(["hidden", "weight", "bias"], inputs, exact, strict=False):
+            gradient = wanted.grad if name == "hidden" else rows(wanted.grad, group)
+            assert actual.grad.dtype == problem.dtype
+            assert_close(actual.grad, gradient, f"gradient of {name}", problem.dtype)
+        if problem.ignored == 1:
+            assert loss == 0
+            assert not any(x.grad.any() for x in inputs)
+
+    compare()
+
+
+def reference(problem: Problem, exact: list[Tensor], labels: Tensor) -> Tensor:
+    logits = linear(*exact)
+    transform = TRANSFORMS[problem.transform]
+    losses = reference_losses(logits if transform is None else transform(logits), labels, problem.smoothing)
+    count = (labels != IGNORED).sum().clamp(min=1) if problem.reduction == "mean" else 1
+    return losses.sum() / count
+
+
+def check_on_ranks() -> None:
+    check(dist.group.WORLD, examples=50)
+
+
+def test_whole_weight() -> None:
+    check(None, examples=120)
+
+
+def test_weight_of_two_ranks(pool2: Pool) -> None:
+    pool2.run(check_on_ranks)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    given = {"hidden": torch.randn(8, 4), "weight": torch.randn(5, 4), "labels": torch.arange(8) % 5, "chunk_size": 3}
+    return given | changes
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    given = arguments()
+    given["hidden"].requires_grad_()
+    loss = chunked_linear_cross_entropy(**given)
+    (saved,) = [x for x in loss.grad_fn.next_functions[0][0].saved_tensors if x is not None]
+    assert saved.shape == given["hidden"].shape
+    loss.backward()
+    assert given["weight"].grad is None
+
+
+def test_no_gradients_without_grad_mode() -> None:
+    given = arguments()
+    given["weight"].requires_grad_()
+    with torch.no_grad():
+        assert not chunked_linear_cross_entropy(**given).requires_grad
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    given = arguments()
+    given["weight"].requires_grad_()
+    loss = chunked_linear_cross_entropy(**given)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autocast() -> None:
+    given = arguments()
+    given["weight"].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_linear_cross_entropy(**given)
+    loss.backward()
+    expected = chunked_linear_cross_entropy(**(given | {k: given[k].bfloat16() for k in ("hidden", "weight")}))
+    assert torch.equal(loss, expected)
+    assert given["weight"].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
+        ({"reduction": "none"}, "reduction='none' must be mean or sum"),
+        ({"labels": torch.arange(3)}, "8 hidden states have 3 labels"),
+        ({"labels": torch.arange(8)}, "label 5 is outside of the vocabulary of 5"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chunked_linear_cross_entropy(**arguments(**changes))
