@@ -24,13 +24,13 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.collectives import copy_in, shard_bounds
 from lightning_automodel.heads import causal_lm_loss
+from lightning_automodel.vocabulary import join_slices
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loss_memory.md"
 GIB = 2**30
@@ -220,17 +220,11 @@ def step(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         )
     elif task.variant == "cut":
         mesh = init_device_mesh(task.device, (task.ranks,))
-        loss = causal_lm_loss(cut(linear(copy_in(hidden, group), weight), mesh, task.vocabulary), labels)
+        loss = causal_lm_loss(join_slices(linear(copy_in(hidden, group), weight), mesh, task.vocabulary), labels)
     else:
         function = causal_lm_loss if task.variant == "whole" else ForCausalLMLoss
         loss = function(linear(hidden, weight), labels, task.vocabulary)
     loss.backward()
-
-
-def cut(logits: Tensor, mesh: Any, vocabulary: int) -> DTensor:
-    shape = torch.Size((*logits.shape[:-1], vocabulary))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
 
 
 def clock(device: str) -> float:

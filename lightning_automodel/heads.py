@@ -25,7 +25,7 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.deferred import DeferredLogits, LinearRecipe
 from lightning_automodel.kernels import check_kernel
 from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy
-from lightning_automodel.vocabulary import Part
+from lightning_automodel.vocabulary import Part, join_slices
 
 _CALLS = "_calls_with_labels"
 _CHUNK_OF_KERNELS = 1  # they choose their own
@@ -89,7 +89,7 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config) -> 
         if not isinstance(owner, PreTrainedModel) or not _has_causal_loss(owner):
             continue
         owner.loss_function = causal_lm_loss
-        head = owner.get_output_embeddings()
+        head = _head_of(owner)
         part = _part_of(head, tp_mesh) if isinstance(head, nn.Linear) else None
         if part is not None and (deferred or part.group is not None):
             _install_head(owner, head, part, tp_mesh, config if deferred else None)
@@ -104,6 +104,12 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config) -> 
 def _has_causal_loss(model: PreTrainedModel) -> bool:
     forward = inspect.unwrap(type(model).forward)
     return "loss_function" in forward.__code__.co_names and model.loss_function is ForCausalLMLoss
+
+
+def _head_of(model: PreTrainedModel) -> Any:
+    """What gives the logits: of the model, or of one inside of it that it calls."""
+    inner = (m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel))  # itself first
+    return next((head for head in inner if head is not None), None)
 
 
 def _part_of(head: nn.Linear, tp_mesh: DeviceMesh) -> Part | None:
@@ -131,8 +137,8 @@ def _enter_model(model: PreTrainedModel) -> Callable:
     def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         labels = args[position] if len(args) > position else kwargs.get("labels")
         has_labels = labels is not None and model.loss_function is causal_lm_loss
-        calls = _calls(model.get_output_embeddings())
-        calls.append(has_labels or (bool(calls) and calls[-1]))
+        head = _head_of(model)
+        _calls(head).append(has_labels or _has_labels(head))
 
     return hook
 
@@ -146,9 +152,13 @@ def _calls(head: nn.Module) -> list[bool]:
     return head.__dict__.setdefault(_CALLS, [])
 
 
+def _has_labels(head: nn.Module) -> bool:
+    return _calls(head)[-1:] == [True]
+
+
 def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
     """Logits that were not computed are ``None`` in what the outermost model returns."""
-    calls = _calls(model.get_output_embeddings())
+    calls = _calls(_head_of(model))
     if calls:
         calls.pop()
     if calls:
@@ -163,20 +173,14 @@ def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
 def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         logits = type(self).forward(self, input)  # [..., vocab / tp]
-        if True not in _calls(self)[-1:]:
-            return logits
-        shape = torch.Size((*logits.shape[:-1], part.size))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            logits, tp_mesh, [Shard(logits.ndim - 1)], run_check=False, shape=shape, stride=stride
-        )
+        return join_slices(logits, tp_mesh, part.size) if _has_labels(self) else logits
 
     return forward
 
 
 def _deferred_forward(part: Part, config: FSDP2Config, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        if True not in _calls(self)[-1:]:
+        if not _has_labels(self):
             return type(self).forward(self, input)
         recipe = LinearRecipe(
             hidden=input,

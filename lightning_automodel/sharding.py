@@ -80,7 +80,10 @@ def shard_unit(
     policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
     others = [group for _, group in ordered[1:]]
     ignored = {p for group in others for p in group} | set(replicated)
+    module = type(unit).__module__
     fully_shard(unit, mesh=mesh, mp_policy=policies[0], reshard_after_forward=reshard, ignored_params=ignored)
+    # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
+    type(unit).__module__ = module
     for group, policy in zip(others, policies[1:], strict=True):
         add_parameter_group(unit, group, policy)
 
