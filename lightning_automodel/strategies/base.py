@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat import optimizers_to_device
-from lightning_automodel.states import restore_model
+from lightning_automodel.checkpointing.states import restore_model
 from lightning_automodel.strategies import checkpoints, metrics
 from lightning_automodel.strategies.agreement import BatchAgreement
 from lightning_automodel.strategies.compiled import uncompile

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint import on_rank_zero, read_checkpoint, remove_checkpoint, save_folder
-from lightning_automodel.states import gather_state, model_state, optimizer_state, restore_optimizer
+from lightning_automodel.checkpointing.folder import on_rank_zero, read_checkpoint, remove_checkpoint, save_folder
+from lightning_automodel.checkpointing.states import gather_state, model_state, optimizer_state, restore_optimizer
 
 RANDOM_STATES = "random_states"
 Checkpoint = dict[str, Any]
@@ -107,7 +107,7 @@ def remove(path: Path, io: CheckpointIO) -> None:
 
 
 def load(path: Path, weights_only: bool | None, trainer: "pl.Trainer") -> Checkpoint:
-    """Reads a checkpoint of either kind; see :func:`~lightning_automodel.checkpoint.read_checkpoint`.
+    """Reads a checkpoint of either kind; see :func:`~lightning_automodel.checkpointing.folder.read_checkpoint`.
 
     Raises:
         ValueError: for ``fit`` from a checkpoint that holds weights only.

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_automodel import checkpoint as module
-from lightning_automodel.checkpoint import read_checkpoint, remove_checkpoint, save_folder
+from lightning_automodel.checkpointing import folder as module
+from lightning_automodel.checkpointing.folder import read_checkpoint, remove_checkpoint, save_folder
 from tests.harness.pool import Pool, RankFailed
 
 

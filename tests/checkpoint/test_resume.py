@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from lightning_automodel.checkpoint import read_checkpoint
+from lightning_automodel.checkpointing.folder import read_checkpoint
 from tests.harness.pool import Nursery, Pool
 from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_automodel.dcp import list_tensors, write_tensors
+from lightning_automodel.checkpointing.dcp import list_tensors, write_tensors
 from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.shards import gather_whole, pieces_at
 from tests.harness.pool import Nursery, Pool

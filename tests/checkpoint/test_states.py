@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from lightning_automodel.states import model_state, optimizer_state, restore_model, restore_optimizer
+from lightning_automodel.checkpointing.states import model_state, optimizer_state, restore_model, restore_optimizer
 
 
 def build(seed: int = 0) -> nn.Sequential:

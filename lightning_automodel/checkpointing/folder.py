@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_automodel.dcp import list_tensors, write_tensors
+from lightning_automodel.checkpointing.dcp import list_tensors, write_tensors
 
 METADATA = "meta.pt"
 _INCOMPLETE = ".incomplete"

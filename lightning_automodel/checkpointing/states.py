@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lightning_automodel.dcp import StoredTensor, fetch
+from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.shards import gather_whole
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
