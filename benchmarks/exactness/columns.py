@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import CONFIG_MAPPING
 
+from lightning_automodel.config import FSDP2Config
 from tests.support.comparison import Schedule
 from tests.support.families import causal_families, image_text_families
 from tests.support.run_family import Run
@@ -14,6 +15,7 @@ from tests.support.run_family import Run
 ONE = Schedule(steps=1, micro_batches=1, clip=None)
 TWO = Schedule(steps=1, micro_batches=2, clip=None)
 LONG = Schedule(steps=3, micro_batches=2, clip=0.5)
+CHUNK = 7  # tokens; the last chunk of a batch is shorter
 
 HYBRIDS = (
     "bamba",
@@ -95,6 +97,14 @@ MAIN: Mapping[str, Column] = {
     "tp": Column(title="tp=2", run=Run(sizes={"tp": 2}, schedule=ONE)),
     "accumulation": Column(title="tp=2, 2 micro-batches", run=Run(sizes={"tp": 2}, schedule=TWO)),
     "mesh": Column(title="dp_shard=2 x tp=2, 3 steps", run=Run(sizes=_MESH, schedule=LONG)),
+    "sequence": Column(
+        title="tp=2, sequence parallelism",
+        run=Run(sizes={"tp": 2}, schedule=TWO, config=FSDP2Config(sequence_parallel=True), ragged=True),
+    ),
+    "chunked": Column(
+        title="tp=2, chunked loss",
+        run=Run(sizes={"tp": 2}, schedule=TWO, config=FSDP2Config(chunked_loss=CHUNK), ragged=True),
+    ),
     "initial": Column(title="initial weights", run=None),
     "fsdp": Column(
         title="dp_shard=2",

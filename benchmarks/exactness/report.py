@@ -23,7 +23,8 @@ of scale that Adam hides).
 - **differs**, **fails**: the last column says what and why. A dash: the column does not apply.
 
 The models have two layers, width 96, four heads with two key/value heads, and a vocabulary of 128. Where a model reads
-images, every other micro-batch holds some, and not the same ones on all data ranks.
+images, every other micro-batch holds some, and not the same ones on all data ranks. With sequence parallelism and with
+the chunked loss there are two micro-batches with padding, and an odd number of tokens, which tp does not divide.
 
 Written by `python -m benchmarks.exactness`, which compares what has no result yet; `--family llama`,
 `--columns tp mesh`, `--no-resume` and `--oracle` choose.

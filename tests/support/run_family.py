@@ -1,5 +1,6 @@
 """Compares one family on a mesh with one process: what the ranks of the tests and of the benchmark do."""
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans import select_plan
 from tests.support.comparison import Batch, Differences, Schedule, batches, compare
 from tests.support.families import tiny_model
 from tests.support.float64 import in_float64
 from tests.support.images import Inputs, find_inputs
 from tests.support.initialization import initial_difference
+from tests.support.ragged import ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,15 @@ class Run:
         sizes: of the mesh.
         schedule: steps, micro-batches, clipping.
         changes: fields of the language model's config.
+        config: switches of the mesh's run.
+        ragged: an odd number of tokens, and padding.
     """
 
     sizes: Mapping[str, int]
     schedule: Schedule = field(default_factory=lambda: Schedule(steps=1, micro_batches=1, clip=None))
     changes: Mapping[str, Any] = field(default_factory=dict)
+    config: FSDP2Config = field(default_factory=FSDP2Config)
+    ragged: bool = False
 
     @property
     def world(self) -> int:
@@ -109,10 +116,12 @@ def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double:
 
 def differences(family: str, run: Run, inputs: Inputs | None = None, double: bool = False) -> Differences:
     """Runs on every rank: a family on a mesh against one process."""
-    draw: Callable[[Schedule, int, int], list[Batch]] = partial(_draw, inputs or Inputs(), double)
     # Grouped matrix products of experts exist for narrow dtypes only.
     build = partial(tiny_model, family, experts="eager" if double else None, **run.changes)
-    arguments = (dict(run.sizes), dist.get_world_size(), run.schedule)
+    draw: Callable[[Schedule, int, int], list[Batch]] = partial(_draw, inputs or Inputs(), double)
+    if run.ragged:
+        draw = partial(_draw_ragged, draw, "attention_mask" in inspect.signature(build().forward).parameters)
+    arguments = (dict(run.sizes), dist.get_world_size(), run.schedule, run.config)
     if not double:
         return compare(build, *arguments, draw=draw)
     with in_float64():
@@ -129,6 +138,11 @@ def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank
         batch = inputs.draw(generator, with_images=inputs.images_needed or (i + data_rank) % 2 == 0)
         micro.append({k: v.double() if double and v.is_floating_point() else v for k, v in batch.items()})
     return micro
+
+
+def _draw_ragged(draw: Callable, with_mask: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
+    micro = [ragged(batch) for batch in draw(schedule, step, data_rank)]
+    return micro if with_mask else [{k: v for k, v in batch.items() if k != "attention_mask"} for batch in micro]
 
 
 def _plan(model: nn.Module) -> str:
