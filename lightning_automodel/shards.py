@@ -83,6 +83,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def replicas(tensor: Tensor) -> tuple[int, int]:
+    """How many ranks hold the same as this one, and the place of this rank among them. Plain tensors are everywhere."""
+    if not isinstance(tensor, DTensor):
+        return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    copies, index = 1, 0
+    for size, place, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+        if placement.is_replicate():
+            copies, index = copies * size, index * size + place
+    return copies, index
+
+
 def copy_from_whole(target: Tensor, whole: Tensor) -> None:
     """Overwrites what this rank holds of ``target`` with its part of ``whole``, which may be a memory-mapped file.
 

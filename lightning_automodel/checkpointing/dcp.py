@@ -4,17 +4,21 @@ DCP's own planners describe a rank's part of a DTensor as one box, at offsets th
 """
 
 import io
+import os
 import pickle
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_automodel.shards import Piece, copy_from_whole, local_tensor, pieces
+from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.shards import Piece, copy_from_whole, local_tensor, pieces, replicas
 
 Tree = dict[str, Any]
 
@@ -35,7 +41,7 @@ Tree = dict[str, Any]
 class StoredTensor:
     """A tensor in a checkpoint folder that has not been read."""
 
-    folder: Path
+    folder: Location
     key: str
     shape: torch.Size
     dtype: torch.dtype
@@ -47,13 +53,41 @@ class StoredTensor:
         return tensor
 
 
-def write_tensors(tree: Mapping[str, Any], folder: Path) -> None:
-    """Writes a tree of tensors. Collective; what several ranks hold is written by one of them."""
-    writer = FileSystemWriter(folder, single_file_per_rank=True, overwrite=True)
-    dcp.save(dict(tree), storage_writer=writer, planner=_PieceWriter())
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What this rank writes of a tensor.
+
+    Attributes:
+        local: the memory that it holds.
+        shape: of the whole tensor.
+        pieces: where the memory lies in the whole tensor; none if another rank writes the same.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    pieces: list[Piece]
+
+    @staticmethod
+    def of(tensor: Tensor, key: str) -> "Held":
+        """Without a copy. ``key`` decides which of the ranks that hold the same writes it."""
+        copies, index = replicas(tensor)
+        is_writer = zlib.crc32(key.encode()) % copies == index
+        local = local_tensor(tensor)
+        return Held(local if is_writer else local.new_empty(0), tensor.shape, pieces(tensor) if is_writer else [])
 
 
-def list_tensors(folder: Path, weights_only: bool | None) -> Tree:
+def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup | None = None) -> Sums:
+    """Writes a tree of ``Held``. Collective over ``group`` (default: all).
+
+    Returns:
+        sizes and checksums of the files that this rank wrote.
+    """
+    writer = _Writer(folder)
+    dcp.save(dict(tree), storage_writer=writer, planner=_PieceWriter(), process_group=group)
+    return writer.sums
+
+
+def list_tensors(folder: Location, weights_only: bool | None) -> Tree:
     """The tree that was written, with a :class:`StoredTensor` for each tensor. Other objects are read at once.
 
     Raises:
@@ -90,20 +124,20 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
             waiting.append((target, source))
     while waiting:  # a pass serves one target of each stored tensor
         turn = {source: target for target, source in waiting}
-        for folder in sorted({source.folder for source in turn}):
+        for folder in sorted({source.folder for source in turn}, key=str):
             wanted = {source.key: target for source, target in turn.items() if source.folder == folder}
             dcp.load(wanted, storage_reader=_Reader(folder), planner=_PieceReader())
         waiting = [(target, source) for target, source in waiting if turn[source] is not target]
 
 
-def _read_objects(folder: Path, keys: list[str], weights_only: bool | None) -> Tree:
+def _read_objects(folder: Location, keys: list[str], weights_only: bool | None) -> Tree:
     values: Tree = dict.fromkeys(keys)
     if keys:
         _load_alone(values, folder, _ObjectReader(weights_only))
     return values
 
 
-def _load_alone(values: Tree, folder: Path, planner: DefaultLoadPlanner) -> None:
+def _load_alone(values: Tree, folder: Location, planner: DefaultLoadPlanner) -> None:
     """On this rank only, which DCP would warn of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -126,12 +160,13 @@ class _PieceWriter(DefaultSavePlanner):
     """Writes each piece that this rank holds."""
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(key, t, piece) for key, t in self.state_dict.items() for piece in pieces(t)]
+        items = [_write_item(key, held, piece) for key, held in self.state_dict.items() for piece in held.pieces]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _piece_at(self.state_dict[index.fqn], index)
+        held = self.state_dict[index.fqn]
+        return _piece_at(held.pieces, index).of_local(held.local)
 
 
 class _PieceReader(DefaultLoadPlanner):
@@ -152,7 +187,8 @@ class _PieceReader(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _piece_at(self.state_dict[index.fqn], index)
+        tensor = self.state_dict[index.fqn]
+        return _piece_at(pieces(tensor), index).of_local(local_tensor(tensor))
 
 
 class _ObjectReader(DefaultLoadPlanner):
@@ -164,9 +200,9 @@ class _ObjectReader(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self.weights_only)
 
 
-def _write_item(key: str, tensor: Tensor, piece: Piece) -> WriteItem:
-    properties = TensorProperties.create_from_tensor(local_tensor(tensor))
-    data = TensorWriteData(chunk=_chunk(piece), properties=properties, size=tensor.size())
+def _write_item(key: str, held: Held, piece: Piece) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(held.local)
+    data = TensorWriteData(chunk=_chunk(piece), properties=properties, size=held.shape)
     return WriteItem(index=MetadataIndex(key, torch.Size(piece.offsets)), type=WriteItemType.SHARD, tensor_data=data)
 
 
@@ -174,19 +210,81 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
 
 
-def _piece_at(tensor: Tensor, index: MetadataIndex) -> Tensor:
-    piece = next(piece for piece in pieces(tensor) if piece.offsets == tuple(index.offset or ()))
-    return piece.of_local(local_tensor(tensor))
+def _piece_at(candidates: list[Piece], index: MetadataIndex) -> Piece:
+    return next(piece for piece in candidates if piece.offsets == tuple(index.offset or ()))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+class _Files(FileSystemBase):
+    """A folder as DCP wants to see it; sums up what is written."""
+
+    def __init__(self, root: Location) -> None:
+        self.root = root
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        with self._at(path).open(mode) as file:
+            if mode == "rb":
+                yield file
+                return
+            writer = SummingWriter(file)
+            yield writer
+        self.sums[self._at(path).name] = (writer.size, writer.crc)
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return (self._at(path) / suffix).path
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        self._at(path).move_to(self._at(new_path))
+        self.sums[self._at(new_path).name] = self.sums.pop(self._at(path).name)
+
+    def init_path(self, path: Any) -> str:
+        return os.fspath(path)
+
+    def mkdir(self, path: Any) -> None:
+        self._at(path).make_folder()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def exists(self, path: Any) -> bool:
+        return self._at(path).exists()
+
+    def rm_file(self, path: Any) -> None:
+        self._at(path).remove()
+
+    def _at(self, path: Any) -> Location:
+        return Location(self.root.files, os.fspath(path), self.root.is_local)
+
+
+class _Writer(FileSystemWriter):
+    """Writes one file per rank."""
+
+    def __init__(self, folder: Location) -> None:
+        super().__init__(folder.path, single_file_per_rank=True, sync_files=folder.is_local)
+        self.fs: Any = _Files(folder)
+        self.path = folder.path
+
+    @property
+    def sums(self) -> Sums:
+        return self.fs.sums
+
+
 class _Reader(FileSystemReader):
     """Reads DCP's own pickled table without the power to call functions that it names."""
 
+    def __init__(self, folder: Location) -> None:
+        super().__init__(folder.path)
+        self.folder = folder
+        self.fs: Any = _Files(folder)
+        self.path = folder.path
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
+        with (self.folder / ".metadata").open("rb") as file:
             metadata = _TableUnpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

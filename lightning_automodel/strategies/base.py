@@ -14,28 +14,35 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat import optimizers_to_device
+from lightning_automodel.checkpointing.background import BackgroundSaver
+from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import restore_model
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.logs import logger
 from lightning_automodel.strategies import checkpoints, metrics
 from lightning_automodel.strategies.agreement import BatchAgreement
 from lightning_automodel.strategies.compiled import uncompile
 from lightning_automodel.strategies.data import check_training_lengths, install_samplers, process_dataloader
 from lightning_automodel.strategies.evaluation import EvenEvaluation, disable_inference_mode
+from lightning_automodel.strategies.random_state import restore_random_state
 
 
 class SharedHooks(ParallelStrategy):
     """Mixin, to stand before the strategy of Lightning that it completes."""
 
     _save_distributed_checkpoint: bool
+    _async_save: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._background = BackgroundSaver()
         self._restoration = checkpoints.Restoration()
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()
@@ -89,7 +96,21 @@ class SharedHooks(ParallelStrategy):
     def teardown(self) -> None:
         if self.lightning_module is not None:
             metrics.remove_log(self.lightning_module)
+        self._end_background_save()
         super().teardown()
+
+    @override
+    def on_train_end(self) -> None:
+        self._background.wait()
+
+    def _end_background_save(self) -> None:
+        """Returns when the last checkpoint is on disk."""
+        try:
+            self._background.close()
+        except RuntimeError as error:
+            if self.lightning_module is None or self._trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            logger.error("%s", error)  # another error ended the run, and must be the one that the user sees
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -227,19 +248,28 @@ class SharedHooks(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        path = Path(self.broadcast(filepath))
-        io = None if self._save_distributed_checkpoint else self.checkpoint_io
-        checkpoints.save(checkpoint, path, self.data_group, io, storage_options)
+        path = Location.of(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} is an option of a checkpoint in one file; use "
+                f"{type(self).__name__}(save_distributed_checkpoint=False)"
+            )
+        checkpoints.save_parts(checkpoint, path, self.data_group, self._background if self._async_save else None)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        # What a new checkpoint replaces stays until the new one is complete.
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath), self.checkpoint_io)
+            self._background.afterwards(lambda: remove_checkpoint(Location.of(filepath)))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
-        path = Path(self.broadcast(checkpoint_path))
+        self._background.wait()
+        path = Location.of(self.broadcast(checkpoint_path))
         return checkpoints.load(path, weights_only, self.lightning_module.trainer)
 
     @override
@@ -252,4 +282,4 @@ class SharedHooks(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.model is not None
         checkpoints.restore_optimizers(self.model, self.optimizers, checkpoint)
-        checkpoints.restore_random_state(checkpoint, self.data_group.rank())
+        restore_random_state(checkpoint, self.data_group.rank())

@@ -6,14 +6,10 @@ case, so ours loads before, and writes the weights into the model in ``setup``, 
     load (metadata; tensors stay on disk) -> on_load_checkpoint hooks -> setup -> weights -> optimizers, schedulers
 """
 
-import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -22,11 +18,20 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpointing.folder import on_rank_zero, read_checkpoint, remove_checkpoint, save_folder
+from lightning_automodel.checkpointing.background import BackgroundSaver
+from lightning_automodel.checkpointing.folder import GRADIENTS, contents_of, on_rank_zero, save_folder
+from lightning_automodel.checkpointing.integrity import verify
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import gather_state, model_state, optimizer_state, restore_optimizer
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
 
-RANDOM_STATES = "random_states"
 Checkpoint = dict[str, Any]
+
+
+SHARDED = ("state_dict", "optimizer_states", GRADIENTS)
+"""Entries whose tensors each rank writes its part of."""
 
 
 class Restoration:
@@ -69,49 +74,47 @@ def optimizer_part(model: nn.Module, optimizer: Optimizer | LightningOptimizer, 
     return optimizer_state(model, optimizer) if distributed else _on_zero(gather_state(optimizer.state_dict()))
 
 
-def save(
-    checkpoint: Mapping[str, Any],
-    path: Path,
-    data_group: ProcessGroup,
-    io: CheckpointIO | None,
-    storage_options: Any | None,
+def save_parts(
+    checkpoint: Mapping[str, Any], path: Location, data_group: ProcessGroup, background: BackgroundSaver | None
 ) -> None:
-    """Writes a folder, or with ``io`` a plain file. Collective.
+    """Writes a folder, at once or in the background. Collective.
 
     DTensors that callbacks and users keep in the checkpoint are saved whole.
-
-    Raises:
-        ValueError: if ``storage_options`` come with a folder.
     """
-    others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    checkpoint = {**checkpoint, **gather_state(others), RANDOM_STATES: collect_random_states(data_group)}
-    if io is None:
-        if storage_options is not None:
-            raise ValueError(
-                f"storage_options={storage_options!r} is an option of a checkpoint in one file; use "
-                "FSDP2TPStrategy(save_distributed_checkpoint=False)"
-            )
-        save_folder(checkpoint, path)
-        return
-    if path.is_dir():
-        on_rank_zero(lambda: remove_checkpoint(path))
-    on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options))
-
-
-def remove(path: Path, io: CheckpointIO) -> None:
-    """Deletes a checkpoint of either kind. On rank 0 only."""
-    if path.is_dir():
-        remove_checkpoint(path)
+    contents = contents_of(_complete(checkpoint, data_group))
+    if background is not None:
+        background.save(contents, path)
     else:
-        io.remove_checkpoint(path)
+        save_folder(contents, path)
 
 
-def load(path: Path, weights_only: bool | None, trainer: "pl.Trainer") -> Checkpoint:
-    """Reads a checkpoint of either kind; see :func:`~lightning_automodel.checkpointing.folder.read_checkpoint`.
+def save_file(
+    checkpoint: Mapping[str, Any], path: Location, data_group: ProcessGroup, io: CheckpointIO, options: Any | None
+) -> None:
+    """Writes a plain file on rank 0, which holds all of it. Collective."""
+    checkpoint = _complete(checkpoint, data_group)
+
+    def write() -> None:
+        if path.is_folder():
+            remove_checkpoint(path)
+        io.save_checkpoint(dict(checkpoint), str(path), options)
+
+    on_rank_zero(write)
+
+
+def _complete(checkpoint: Mapping[str, Any], data_group: ProcessGroup) -> Checkpoint:
+    others = {key: value for key, value in checkpoint.items() if key not in SHARDED}
+    return {**checkpoint, **gather_state(others), RANDOM_STATES: collect_random_states(data_group)}
+
+
+def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer") -> Checkpoint:
+    """Reads a checkpoint of either kind, once it is known to be whole. Collective.
 
     Raises:
-        ValueError: for ``fit`` from a checkpoint that holds weights only.
+        ValueError: if a file is damaged, or for ``fit`` from a checkpoint that holds weights only.
     """
+    if path.exists():
+        verify(path)
     checkpoint = read_checkpoint(path, weights_only)
     if trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
         raise ValueError(
@@ -139,39 +142,3 @@ def restore_optimizers(model: nn.Module, optimizers: list[Optimizer], checkpoint
 
 def _on_zero(state: Any) -> Any:
     return state if dist.get_rank() == 0 else {}
-
-
-# ---- random states ---------------------------------------------------------------------------------------------------
-
-
-def collect_random_states(data_group: ProcessGroup) -> list[Checkpoint]:
-    """The random state of each data rank; ranks that see the same samples share one. Collective over the group."""
-    states: list[Checkpoint] = [{}] * data_group.size()
-    dist.all_gather_object(states, _random_state(), group=data_group)
-    return states
-
-
-def restore_random_state(checkpoint: Mapping[str, Any], data_rank: int) -> None:
-    """Sets the state that this rank of the data group had; ranks that were not there when it was saved keep theirs."""
-    states = checkpoint.get(RANDOM_STATES, [])
-    if data_rank >= len(states):
-        return
-    state = states[data_rank]
-    random.setstate(state["python"])
-    name, keys, *others = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _random_state() -> Checkpoint:
-    """As plain containers and tensors, which load with ``weights_only=True``."""
-    numpy: Any = np.random.get_state()
-    name, keys, *others = numpy
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *others),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }

@@ -43,11 +43,13 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         dp_replicate: groups of ranks that each hold all shards (hybrid sharding).
         config: all other switches.
         save_distributed_checkpoint: a folder with a part per rank (``True``), or one plain Lightning file.
+        async_save: training goes on while a checkpoint is written; it waits only for the copy to host memory, and for
+            the checkpoint before if that is still being written. For folders.
         process_group_backend: "nccl", "gloo" or one per device type; ``None``: what ``config.backend`` says.
         timeout: of every collective.
 
     Raises:
-        ValueError: if a size is not positive, or not available.
+        ValueError: if a size is not positive, or not available, or if ``async_save`` comes with a plain file.
     """
 
     strategy_name = "fsdp2_tp"
@@ -60,6 +62,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         dp_replicate: int = 1,
         config: FSDP2Config | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_timeout,
     ) -> None:
@@ -71,6 +74,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         )
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         self._check_requested()
+        self._async_save = async_save
+        if async_save and not save_distributed_checkpoint:
+            raise ValueError(
+                "async_save=True writes a checkpoint folder; with save_distributed_checkpoint=False use "
+                "Trainer(plugins=AsyncCheckpointIO())"
+            )
 
     def _check_requested(self) -> None:
         fixed = {name: size for name, size in self._requested.items() if size != "auto"}

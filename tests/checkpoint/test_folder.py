@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_automodel.checkpointing import folder as module
-from lightning_automodel.checkpointing.folder import read_checkpoint, remove_checkpoint, save_folder
+from lightning_automodel.checkpointing.background import BackgroundSaver
+from lightning_automodel.checkpointing.folder import contents_of, save_folder
+from lightning_automodel.checkpointing.integrity import verify
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.staging import Staging, remove_checkpoint
+from lightning_automodel.checkpointing.storage import Location
 from tests.harness.pool import Pool, RankFailed
 
 
@@ -29,8 +34,9 @@ def save(path: Path, value: float, sabotage: str | None = None) -> None:
     """Saves an example; with ``sabotage`` a function of the module kills the process, or fails, when it is called."""
     if sabotage is not None:
         kind, name = sabotage.split()
-        setattr(module, name, die if kind == "kill" else fail)
-    save_folder(example(value), path)
+        owner = Staging if hasattr(Staging, name) else module
+        setattr(owner, name, die if kind == "kill" else fail)
+    save_folder(contents_of(example(value)), Location.of(path))
 
 
 def die(*args: Any) -> None:
@@ -43,7 +49,8 @@ def fail(*args: Any) -> None:
 
 
 def value_of(path: Path) -> float:
-    found = read_checkpoint(path)
+    verify(Location.of(path))
+    found = read_checkpoint(Location.of(path))
     assert found["state_dict"]["tied"] is found["state_dict"]["w"]
     assert found["state_dict"]["extra"] == "text"
     state = found["optimizer_states"][0]
@@ -59,7 +66,7 @@ def value_of(path: Path) -> float:
 def test_a_save_that_does_not_end_leaves_the_previous_one(pool2: Pool, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     pool2.run(save, path, 1.0)
-    for sabotage in ("kill write_tensors", "kill _complete", "fail write_tensors", "fail _make_empty"):
+    for sabotage in ("kill write_tensors", "kill _complete", "kill publish", "fail write_tensors", "fail begin"):
         with pytest.raises(RankFailed):
             pool2.run(save, path, 2.0, sabotage)
         assert value_of(path) == 1.0
@@ -67,7 +74,7 @@ def test_a_save_that_does_not_end_leaves_the_previous_one(pool2: Pool, tmp_path:
     pool2.run(save, path, 3.0)
     assert value_of(path) == 3.0
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
-    remove_checkpoint(path)
+    remove_checkpoint(Location.of(path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,9 +89,9 @@ def test_what_is_no_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(save, tmp_path / "x.ckpt", 1.0)
     (tmp_path / "x.ckpt" / "meta.pt").unlink()
     with pytest.raises(ValueError, match=r"it has no meta\.pt"):
-        read_checkpoint(tmp_path / "x.ckpt")
+        read_checkpoint(Location.of(tmp_path / "x.ckpt"))
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        read_checkpoint(tmp_path / "y.ckpt")
+        read_checkpoint(Location.of(tmp_path / "y.ckpt"))
 
 
 class Calls:
@@ -102,5 +109,102 @@ def test_the_table_runs_no_code(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(save, path, 1.0)
     (path / ".metadata").write_bytes(pickle.dumps(Calls(shutil.rmtree, str(path))))
     with pytest.raises(ValueError, match=r"names shutil\.rmtree"):
-        read_checkpoint(path, weights_only=False)
+        read_checkpoint(Location.of(path), weights_only=False)
     assert (path / "meta.pt").exists()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def truncate(folder: Path) -> str:
+    part = next(folder.glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-7])
+    return f"{part.name} is damaged: it has"
+
+
+def flip_a_bit(folder: Path) -> str:
+    part = next(folder.glob("*.distcp"))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 4
+    part.write_bytes(content)
+    return f"{part.name} is damaged: its checksum"
+
+
+def lose(folder: Path) -> str:
+    (folder / ".metadata").unlink()
+    return ".metadata is missing"
+
+
+def swap(folder: Path) -> str:
+    one, other = sorted(folder.glob("*.distcp"))
+    other.rename(folder / "aside")
+    one.rename(other)
+    (folder / "aside").rename(one)
+    return ".distcp is damaged"
+
+
+def cut_the_sums(folder: Path) -> str:
+    sums = folder / "checksums.json"
+    sums.write_bytes(sums.read_bytes()[:-3])
+    return "checksums.json is damaged"
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ValueError, match="use another checkpoint") as caught:
+        verify(Location.of(path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lose, swap, cut_the_sums])
+def test_a_damaged_folder_is_refused_on_every_rank(pool2: Pool, tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    path = tmp_path / "x.ckpt"
+    pool2.run(save, path, 1.0)
+    assert len(list(path.glob("*.distcp"))) == 2
+    expected = damage(path)
+    for message in pool2.run(refusal, path):
+        assert expected in message
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    torch.save({"state_dict": {"w": torch.arange(1000.0)}}, path)
+    verify(Location.of(path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "x.ckpt is damaged" in refusal(path)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    path.write_bytes(flipped)
+    assert "the checksum of its entry x/data/0 is wrong" in refusal(path)
+
+
+# ---- in the background -----------------------------------------------------------------------------------------------
+
+
+def save_in_background(directory: Path) -> dict[str, Any]:
+    """Two saves of one tensor that changes at once, the removal of the first, and a save that fails."""
+    saver, state = BackgroundSaver(), example(1.0)
+    first, second, third = (Location.of(directory / name) for name in ("1.ckpt", "2.ckpt", "2.ckpt/meta.pt/3.ckpt"))
+    saver.save(contents_of(state), first)
+    state["state_dict"]["w"].zero_()
+    saver.wait()
+    state = example(2.0)
+    saver.save(contents_of(state), second)
+    saver.afterwards(lambda: remove_checkpoint(first) if dist.get_rank() == 0 else None)
+    state["state_dict"]["w"].zero_()
+    saver.wait()
+    values = [value_of(directory / "2.ckpt"), (directory / "1.ckpt").exists()]
+    saver.save(contents_of(state), third)
+    saver.afterwards(lambda: remove_checkpoint(second))
+    with pytest.raises(RuntimeError, match=r"3\.ckpt could not be written in the background") as caught:
+        saver.close()
+    saver.close()
+    return {"values": values, "error": str(caught.value)}
+
+
+def test_background_saves(pool2: Pool, tmp_path: Path) -> None:
+    for result in pool2.run(save_in_background, tmp_path):
+        assert result["values"] == [2.0, False]
+        assert "Not a directory" in result["error"]
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.endswith(".ckpt")] == ["2.ckpt"]
+    assert value_of(tmp_path / "2.ckpt") == 2.0

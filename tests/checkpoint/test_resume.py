@@ -9,14 +9,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from lightning_automodel.checkpointing.folder import read_checkpoint
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.storage import Location
 from tests.harness.pool import Nursery, Pool
 from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
 
 STEPS_PER_EPOCH = 4
 
 
-def train(sizes: dict[str, Any], directory: Path, epochs: int, **arguments: Any) -> dict[str, Any]:
+def train(sizes: dict[str, Any], directory: Path | str, epochs: int, **arguments: Any) -> dict[str, Any]:
     module, parameters = fit(sizes, directory, epochs=epochs, **arguments)
     return {"losses": module.losses, "draws": module.draws, "parameters": parameters}
 
@@ -27,7 +28,8 @@ def furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def test_the_same_layout_is_bitwise_the_same(pool2: Pool, tmp_path: Path) -> None:
-    whole = pool2.run(train, {"tp": 2}, tmp_path / "a", 3, trainer=True)
+    """The first run saves in the background."""
+    whole = pool2.run(train, {"tp": 2, "async_save": True}, tmp_path / "a", 3, trainer=True)
     again = pool2.run(train, {"tp": 2}, tmp_path / "b", 3, resume=tmp_path / "a/epoch=1.ckpt", trainer=True)
     for rank in range(2):
         assert again[rank]["losses"] == whole[rank]["losses"][2 * STEPS_PER_EPOCH :]
@@ -56,9 +58,24 @@ def test_across_layouts_and_kinds(nursery: Nursery, pool2: Pool, pool4: Pool, tm
     assert all(torch.equal(parameter, saved[name]) for name, parameter in module.named_parameters())
 
 
+def train_by_url(distributed: bool) -> tuple[list[float], list[float], list[str]]:
+    arguments = {"save_distributed_checkpoint": distributed}
+    folder = f"memory://checkpoints-{distributed}"
+    whole = train(arguments, folder, 2)["losses"]
+    again = train(arguments, "memory://others", 2, resume=f"{folder}/epoch=0.ckpt")["losses"]
+    return whole[STEPS_PER_EPOCH:], again, Location.of(folder).names()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_url_in_place_of_a_path(nursery: Nursery, distributed: bool) -> None:
+    [(whole, again, names)] = Pool(nursery, 1).run(train_by_url, distributed, trainer=True)
+    assert again == whole
+    assert names == ["epoch=0.ckpt", "epoch=1.ckpt"]
+
+
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every parameter and optimizer state of the last checkpoint in ``folder``, as it was written."""
-    found = read_checkpoint(folder / "epoch=3.ckpt")
+    found = read_checkpoint(Location.of(folder / "epoch=3.ckpt"))
     moments = {
         f"{name}.{key}": value.load()
         for name, state in found["optimizer_states"][0]["state"].items()

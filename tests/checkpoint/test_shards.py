@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_automodel.checkpointing.dcp import list_tensors, write_tensors
+from lightning_automodel.checkpointing.dcp import Held, list_tensors, write_tensors
+from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.shards import gather_whole, pieces_at
 from tests.harness.pool import Nursery, Pool
@@ -53,8 +54,8 @@ def saved(rows: int, tp: int, directory: Path) -> dict[str, bool]:
     layer.weight = nn.Parameter(distribute_tensor(value, axis(mesh, TP), [Shard(0)]))
     fully_shard(layer, mesh=axis(mesh, DP_SHARD))
     whole = gather_whole(layer.weight)
-    write_tensors({"w": layer.weight.detach()}, directory / "ours")
-    ours = list_tensors(directory / "ours", weights_only=True)["w"].load()
+    write_tensors({"w": Held.of(layer.weight.detach(), "w")}, Location.of(directory / "ours"))
+    ours = list_tensors(Location.of(directory / "ours"), weights_only=True)["w"].load()
     dcp.save({"w": layer.weight.detach()}, checkpoint_id=directory / "torch")
     torchs = torch.zeros(rows, 4)
     with suppress(dcp.CheckpointException):

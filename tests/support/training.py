@@ -121,10 +121,10 @@ def make_trainer(strategy: Strategy | dict[str, Any] | str, **arguments: Any) ->
 
 def fit(
     sizes: dict[str, Any],
-    directory: Path,
+    directory: Path | str,
     *,
     epochs: int = 3,
-    resume: Path | None = None,
+    resume: Path | str | None = None,
     module: Recorder | None = None,
     **arguments: Any,
 ) -> tuple[Recorder, dict[str, Tensor]]:

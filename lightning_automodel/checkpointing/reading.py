@@ -1,0 +1,69 @@
+"""Reads checkpoints of either kind, folder or plain file, without their tensors: each rank fetches its part later."""
+
+import pickle
+
+import torch
+
+from lightning_automodel.checkpointing.dcp import list_tensors
+from lightning_automodel.checkpointing.folder import ALIASES, GRADIENTS, METADATA, Checkpoint
+from lightning_automodel.checkpointing.storage import Location
+
+
+def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpoint:
+    """Reads a checkpoint of either kind, but not its tensors: ``dcp.fetch`` does, for each rank's part.
+
+    Args:
+        path: a folder that :func:`~lightning_automodel.checkpointing.folder.save_folder` wrote, or a plain file.
+        weights_only: refuse pickled objects other than tensors and plain containers (``None``: torch's default, yes).
+
+    Returns:
+        the checkpoint, with a ``StoredTensor`` (folder) or a memory-mapped tensor (local file) in place of each tensor.
+
+    Raises:
+        FileNotFoundError: if nothing is there.
+        ValueError: if it is not a complete checkpoint, or needs ``weights_only=False``.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {path}")
+    try:
+        return _read_folder(path, weights_only) if path.is_folder() else _load(path, weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds objects that weights_only=True refuses, since loading them can run code. If you trust where "
+            "the checkpoint comes from, load it with trainer.fit(..., ckpt_path=..., weights_only=False) (validate, "
+            f"test and predict alike). What was refused: {error}"
+        ) from error
+
+
+def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
+    if not (path / METADATA).is_file():
+        raise ValueError(
+            f"{path} is not a checkpoint: it has no {METADATA}, which is written when all else is complete"
+        )
+    checkpoint = _load(path / METADATA, weights_only)
+    stored = list_tensors(path, weights_only)
+    state = checkpoint.setdefault("state_dict", {})
+    _merge(state, stored.pop("state_dict", {}))
+    state.update({alias: state[name] for alias, name in checkpoint.pop(ALIASES, {}).items()})
+    if GRADIENTS in stored:
+        _merge(checkpoint[GRADIENTS], stored.pop(GRADIENTS))
+    if stored:
+        states = checkpoint.setdefault("optimizer_states", [{} for _ in stored])
+        for i, optimizer in enumerate(states):
+            _merge(optimizer, stored.get(f"optimizer_{i}", {}))
+    return checkpoint
+
+
+def _load(path: Location, weights_only: bool | None) -> Checkpoint:
+    if path.is_local:
+        return torch.load(path.path, map_location="cpu", weights_only=weights_only, mmap=path.name != METADATA)
+    with path.open("rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=weights_only)
+
+
+def _merge(target: Checkpoint, source: Checkpoint) -> None:
+    for key, value in source.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value

@@ -1,0 +1,110 @@
+"""A folder appears under its name when it is complete, and not before.
+
+::
+
+    FOLDER/.incomplete/NAME.ckpt    while it is written; locked by the process that writes
+    FOLDER/NAME.ckpt                renamed when complete
+
+What a process that died has left in ``.incomplete`` is deleted by the next save into FOLDER: its lock is free.
+"""
+
+import fcntl
+from typing import IO, Any
+
+from lightning_automodel.checkpointing.storage import Location
+
+_INCOMPLETE = ".incomplete"
+_LOCK = ".lock"
+
+
+class Staging:
+    """The unfinished form of the folder ``target``. For one process of a run.
+
+    Attributes:
+        folder: where to write.
+    """
+
+    def __init__(self, target: Location) -> None:
+        self.target = target
+        self.folder = target.parent / _INCOMPLETE / target.name
+        self._lock: IO[Any] | None = None
+
+    def begin(self) -> None:
+        """Makes an empty folder, and deletes what dead processes left beside it."""
+        _delete_leftovers(self.folder.parent)
+        self.folder.remove()
+        self.folder.make_folder()
+        self._lock = _lock(self.folder)
+
+    def publish(self) -> None:
+        """Gives the folder its name. What had the name before is deleted afterwards."""
+        self._unlock()
+        (self.folder / _LOCK).remove()
+        aside = _set_aside(self.target) if self.target.exists() else None
+        self.folder.move_to(self.target)
+        if aside is not None:
+            aside.remove()
+        _remove_if_empty(self.folder.parent)
+
+    def abandon(self) -> None:
+        """Gives up; the next save deletes what is there."""
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def remove_checkpoint(path: Location) -> None:
+    """Deletes a checkpoint so that no part of it is left under its name, whenever the process ends."""
+    if path.is_link() or not path.is_folder():
+        path.remove()
+    else:
+        aside = _set_aside(path)
+        aside.remove()
+        _remove_if_empty(aside.parent)
+
+
+def _set_aside(path: Location) -> Location:
+    aside = path.parent / _INCOMPLETE / f"{path.name}.removed"
+    aside.remove()
+    aside.parent.make_folder()
+    path.move_to(aside)
+    return aside
+
+
+def _lock(folder: Location) -> IO[Any] | None:
+    """An open file, locked until it is closed or its process ends; ``None`` where files cannot be locked."""
+    if not folder.is_local:
+        return None
+    file = (folder / _LOCK).open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def _delete_leftovers(folder: Location) -> None:
+    if not (folder.is_local and folder.is_folder()):
+        return
+    for name in folder.names():
+        leftover = folder / name
+        is_locked = (leftover / _LOCK).is_file() and not _is_free(leftover)
+        if not is_locked:
+            leftover.remove()
+
+
+def _is_free(folder: Location) -> bool:
+    file = _lock(folder)
+    if file is None:
+        return False
+    file.close()
+    return True
+
+
+def _remove_if_empty(folder: Location) -> None:
+    if folder.exists() and not folder.names():
+        folder.remove()

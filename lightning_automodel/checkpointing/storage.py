@@ -1,0 +1,133 @@
+"""Where checkpoints lie: a local path, or a URL of any file system that fsspec knows, behind one small class."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or folder. ``Location.of("runs/last.ckpt")``, ``Location.of("s3://bucket/last.ckpt")``.
+
+    Attributes:
+        files: the file system.
+        path: the path in it, without a protocol.
+        is_local: whether renaming a folder is one step that cannot be seen half done, as on local and network disks.
+            Object stores copy one file after the other.
+    """
+
+    files: AbstractFileSystem
+    path: str
+    is_local: bool
+
+    @staticmethod
+    def of(path: "str | os.PathLike[str] | Location") -> "Location":
+        """Understands paths and URLs.
+
+        Raises:
+            ValueError: for a protocol that fsspec does not know, or whose package is not installed.
+        """
+        if isinstance(path, Location):
+            return path
+        try:
+            files, inner = url_to_fs(os.fspath(path))
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"cannot reach {path}: {error}") from error
+        return Location(files, inner, "file" in _protocols(files))
+
+    def __str__(self) -> str:
+        return self.path if self.is_local else self.files.unstrip_protocol(self.path)
+
+    def __truediv__(self, name: str) -> "Location":
+        return Location(self.files, f"{self.path.rstrip('/')}/{name}", self.is_local)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.path).name
+
+    @property
+    def parent(self) -> "Location":
+        """The folder that it lies in."""
+        return Location(self.files, str(PurePosixPath(self.path).parent), self.is_local)
+
+    def exists(self) -> bool:
+        """Also true of a link that leads nowhere."""
+        return self.is_link() or self.files.exists(self.path)
+
+    def is_folder(self) -> bool:
+        """Follows links."""
+        return self.files.isdir(self.path)
+
+    def is_file(self) -> bool:
+        """Follows links."""
+        return self.files.isfile(self.path)
+
+    def is_link(self) -> bool:
+        """Only local file systems have links."""
+        return self.is_local and Path(self.path).is_symlink()
+
+    def size(self) -> int:
+        """In bytes."""
+        return int(self.files.size(self.path))
+
+    def names(self) -> list[str]:
+        """What a folder holds."""
+        self.files.invalidate_cache()
+        return sorted(PurePosixPath(entry).name for entry in self.files.ls(self.path, detail=False))
+
+    def open(self, mode: str) -> IO[Any]:
+        """A binary stream; ``mode`` is "rb" or "wb"."""
+        return Path(self.path).open(mode) if self.is_local else self.files.open(self.path, mode)
+
+    def write(self, content: bytes) -> None:
+        """Overwrites the file, and returns when it is on the disk."""
+        with self.open("wb") as file:
+            file.write(content)
+            if self.is_local:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def read(self) -> bytes:
+        """The whole file."""
+        with self.open("rb") as file:
+            return file.read()
+
+    def make_folder(self) -> None:
+        """With its parents; it may exist."""
+        self.files.makedirs(self.path, exist_ok=True)
+
+    def remove(self) -> None:
+        """Deletes a file, a link or a folder with all that it holds; what is not there is no error."""
+        if self.is_link():
+            Path(self.path).unlink()
+        elif self.is_local and Path(self.path).is_dir():
+            shutil.rmtree(self.path)
+        elif self.files.exists(self.path):
+            self.files.rm(self.path, recursive=True)
+
+    def move_to(self, target: "Location") -> None:
+        """Renames it. ``target`` must not exist."""
+        if self.is_local:
+            Path(self.path).rename(target.path)
+            _sync_folder(Path(target.path).parent)
+        else:
+            self.files.mv(self.path, target.path, recursive=self.is_folder())
+
+
+def _protocols(files: AbstractFileSystem) -> tuple[str, ...]:
+    return (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new name survives a loss of power only when its folder has been written."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
