@@ -107,6 +107,11 @@ def _dim(dim: int) -> Callable[[str, int], Placement]:
     return lambda name, ndim: Shard(dim)
 
 
+def _table(dim: int) -> Callable[[str, int], Placement]:
+    """An embedding may hold other parameters beside its table; they are about all tokens."""
+    return lambda name, ndim: Shard(dim) if name == "weight" else Replicate()
+
+
 def _whole(name: str, ndim: int) -> Placement:
     return Replicate()
 
@@ -129,8 +134,8 @@ STYLES: dict[str, Style] = {
         replace(_SPLIT, name="rowwise_rep"),
         Style(name="rowwise_split_output", placement=_columns, leave=Leave.REDUCE_SPLIT, confined=False),
         Style(name="packed_rowwise", placement=_packed_columns, opens=True),
-        Style(name="embedding_rowwise", placement=_dim(0), enter=Enter.EMBED, leave=Leave.REDUCE, confined=False),
-        Style(name="embedding_colwise", placement=_dim(1), leave=Leave.GATHER, confined=False),
+        Style(name="embedding_rowwise", placement=_table(0), enter=Enter.EMBED, leave=Leave.REDUCE, confined=False),
+        Style(name="embedding_colwise", placement=_table(1), leave=Leave.GATHER, confined=False),
         Style(name="moe_tp_experts", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE, opens=True),
         Style(name="moe_identity_expert", placement=_whole, enter=Enter.DIVIDE),
         Style(name="all_reduce", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE),

@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_automodel._compat import recorded_outputs
 from lightning_automodel.blocks import find_blocks, outermost, text_config
@@ -157,25 +159,43 @@ def _leave_hook(function: Transform, all_outputs: bool) -> Callable:
 def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
     """Looks up the ids that this rank's rows hold, gives zeros for the others, and sums over tp.
 
-    The module's own forward runs, so embeddings that scale their output stay right. The rank's padding index is set for
-    the duration of the call only: initialization and export read the module's own.
+    The module's own forward runs, with the true ids: an embedding that scales or normalizes its output, or replaces
+    that of single tokens, does so with the whole result.
     """
-    start, length = shard_bounds(module.get_parameter("weight").shape[0], group.size(), group.rank())
+    lookup = _SplitLookup(module.get_parameter("weight").shape[0], group)
 
     def forward(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        local = input - start
-        held = (local >= 0) & (local < length)
-        padding_idx = getattr(self, "padding_idx", None)
-        if padding_idx is not None:
-            self.padding_idx = padding_idx - start if start <= padding_idx < start + length else None
-        try:
-            output = type(self).forward(self, torch.where(held, local, 0), *args, **kwargs)
-        finally:
-            if padding_idx is not None:
-                self.padding_idx = padding_idx
-        return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), group)
+        with lookup:
+            return type(self).forward(self, input, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
+
+
+class _SplitLookup(TorchFunctionMode):
+    """Within this context a lookup in an embedding of ``rows`` rows, of which each rank holds its slice, is whole."""
+
+    def __init__(self, rows: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self.rows, self.group = rows, group
+
+    def __deepcopy__(self, memo: dict) -> "_SplitLookup":
+        return _SplitLookup(self.rows, self.group)
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.embedding:
+            return func(*args, **(kwargs or {}))
+        return self._look_up(*args, **(kwargs or {}))
+
+    def _look_up(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, **options: Any) -> Tensor:
+        start, length = shard_bounds(self.rows, self.group.size(), self.group.rank())
+        local = input - start
+        held = (local >= 0) & (local < length)
+        padding = padding_idx if padding_idx is None else padding_idx % self.rows - start
+        options["padding_idx"] = padding if padding is not None and 0 <= padding < length else None
+        output = functional.embedding(torch.where(held, local, 0), weight, **options)
+        return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), self.group)
 
 
 def _install_norm(module: nn.Module, group: ProcessGroup, name: str) -> None:
@@ -205,21 +225,28 @@ def install_recorded_shares(model: nn.Module, tp: int, layout: Layout) -> None:
     for name, module, index in list(recorded_outputs(model, "router_logits")):
         if outermost(layout.boundaries, name) is not None:
             module.register_forward_hook(_share_hook(index, tp), prepend=True)
-            module.register_forward_hook(_unshare_hook)
+            module.register_forward_hook(_unshare_hook(index))
 
 
 def _share_hook(index: int, tp: int) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        module.__dict__["_whole_output"] = output
-        if isinstance(output, tuple):
-            return tuple(scale_gradient(x, 1 / tp) if i == index else x for i, x in enumerate(output))
-        return scale_gradient(output, 1 / tp)
+        if not isinstance(output, tuple):
+            module.__dict__["_whole_output"] = output
+            return scale_gradient(output, 1 / tp)
+        module.__dict__["_whole_output"] = output[index]
+        return tuple(scale_gradient(x, 1 / tp) if i == index else x for i, x in enumerate(output))
 
     return hook
 
 
-def _unshare_hook(module: nn.Module, args: tuple, output: Any) -> Any:
-    return module.__dict__.pop("_whole_output")
+def _unshare_hook(index: int) -> Callable:
+    """Puts back what was recorded and nothing else: in between, the hooks of a boundary have reduced other outputs."""
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        before = module.__dict__.pop("_whole_output")
+        return tuple(before if i == index else x for i, x in enumerate(output)) if isinstance(output, tuple) else before
+
+    return hook
 
 
 # ---- local tensors ---------------------------------------------------------------------------------------------------

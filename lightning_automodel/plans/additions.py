@@ -1,4 +1,8 @@
-"""What the plans of single classes lack or get wrong, as data: rules that complete the model's own, by class name."""
+"""What the plans of single classes lack or get wrong, as data: rules that complete the model's own, by class name.
+
+Names are those inside of the class. Wherever a model holds a module of the class, a composite one its language model,
+the rules apply with the prefix of that module.
+"""
 
 from collections.abc import Mapping
 
@@ -6,10 +10,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_automodel.plans import diffusion
 
-_INKLING = {
-    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # gate and up are fused, the plan says colwise
-    "lm_head": "colwise_gather_output",  # the plan splits the input: every rank would hold all logits
-}
+_FUSED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}  # gate and up; the plan says colwise
+_HEAD = {"lm_head": "colwise_gather_output"}  # the plan splits the input: every rank would hold all logits
 
 ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
     "DogeForCausalLM": {
@@ -18,14 +20,16 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
         "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
         "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     },
-    "InklingForCausalLM": _INKLING,
-    "InklingTextForCausalLM": _INKLING,
-    "Inkling2ForCausalLM": _INKLING,
-    "Inkling2TextForCausalLM": _INKLING,
+    "InklingTextModel": _FUSED_EXPERTS,
+    "Inkling2TextModel": _FUSED_EXPERTS,
+    "InklingForCausalLM": _HEAD,
+    "InklingForConditionalGeneration": _HEAD,
+    "Inkling2ForCausalLM": _HEAD,
+    "Inkling2ForConditionalGeneration": _HEAD,
     **diffusion.PLANS,
 }
 
-WHOLE_BETWEEN_BLOCKS = {"Inkling2ForCausalLM", "Inkling2TextForCausalLM"}
+WHOLE_BETWEEN_BLOCKS = {"Inkling2TextModel"}
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
 
 
@@ -33,7 +37,7 @@ def register_tp_plan(class_name: str, rules: Mapping[str, str | ParallelStyle]) 
     """Gives every model of a class a plan, or completes the one that it publishes.
 
     Args:
-        class_name: of the model, or of a base class of it; a plan that is registered there is replaced.
-        rules: name pattern (``*`` stands for a number) to style name or torch ``ParallelStyle``.
+        class_name: of the model, of a module inside of it, or of a base class; a plan registered there is replaced.
+        rules: name pattern inside of the class (``*`` stands for a number) to style name or torch ``ParallelStyle``.
     """
     ADDITIONS[class_name] = dict(rules)

@@ -84,10 +84,8 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
         own = structure.module_styles.get(name)
         leave = Leave.REDUCE_ALL if own and own.leave is Leave.REDUCE_ALL else Leave.REDUCE
         layout.modules[name] = ModuleLayout(Enter.COPY_ALL, leave)
-    # What belongs to a split embedding (its norm, say) sees the tokens that its rank holds.
-    split = layout.boundaries + [n for n, style in structure.module_styles.items() if style.enter is Enter.EMBED]
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = outermost(split, name) is not None
+        inside = outermost(layout.boundaries, name) is not None
         layout.parameters[name] = _parameter_layout(name, parameter, structure.parameter_styles.get(name), inside)
     share_heads(model, layout, tp)
     if sequence_parallel:
@@ -156,6 +154,7 @@ class _Structure:
             if rule:
                 self.parameter_styles[name] = style_of(plan.rules[rule], rule)
         self._share_styles_of_ties(model)
+        self._split_inputs_of_whole_parents()
 
     def _share_styles_of_ties(self, model: nn.Module) -> None:
         """Rule G: tied parameters take one style if any of them has one."""
@@ -180,9 +179,41 @@ class _Structure:
             if name in self.parameter_styles:
                 continue
             owner = name.rpartition(".")[0]
+            if self._has_style_of_twin(name, names):
+                continue
             embedding = isinstance(self.modules[owner], nn.Embedding)
             style = STYLES["embedding_rowwise" if embedding else "colwise_gather_output"]
             self.parameter_styles[name] = self.module_styles[owner] = style
+
+    def _has_style_of_twin(self, name: str, names: list[str]) -> bool:
+        """A module tied to one of its class that the plan names (in an encoder tied to its decoder) does the same."""
+        owner, _, short = name.rpartition(".")
+        for twin in names:
+            other, _, other_short = twin.rpartition(".")
+            same = short == other_short and type(self.modules[owner]) is type(self.modules[other])
+            if same and twin in self.parameter_styles:
+                self.parameter_styles[name] = self.parameter_styles[twin]
+                if other in self.module_styles:
+                    self.module_styles[owner] = self.module_styles[other]
+                return True
+        return False
+
+    def _split_inputs_of_whole_parents(self) -> None:
+        """A row style takes split features. Where a parent computes with whole matrices and nothing splits them (a plan
+        that is about another kind of layer of the same name), its input is whole.
+        """
+        for name, style in self.module_styles.items():
+            parent = self.modules[name.rpartition(".")[0]]
+            if style.name == "rowwise" and self._is_whole(parent, name):
+                self.module_styles[name] = STYLES["rowwise_split_input"]
+                for parameter, _ in self.modules[name].named_parameters(name):
+                    self.parameter_styles[parameter] = STYLES["rowwise_split_input"]
+
+    def _is_whole(self, parent: nn.Module, name: str) -> bool:
+        prefix = name.rpartition(".")[0]
+        if isinstance(parent, CONTAINERS) or any(style.opens for style in self._styles_below(prefix)):
+            return False
+        return any(p.ndim == 2 and f"{prefix}.{n}" not in self.parameter_styles for n, p in parent.named_parameters())
 
     def boundaries(self, block: str) -> Iterator[str]:
         """Rule B: the outermost children of a block that can work on slices alone."""

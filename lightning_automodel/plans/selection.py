@@ -78,7 +78,12 @@ def known_rules(model: nn.Module) -> Rules:
 
 
 def _registered(model: nn.Module) -> Rules:
-    return next((ADDITIONS[name] for name in class_names(model) if name in ADDITIONS), {})
+    """Of every module in ``model`` with its prefix, the outermost last: they override those of what they hold."""
+    rules: dict[str, str | ParallelStyle] = {}
+    for prefix, module in reversed(list(model.named_modules())):
+        found = next((ADDITIONS[name] for name in class_names(module) if name in ADDITIONS), {})
+        rules |= {f"{prefix}.{rule}" if prefix else rule: style for rule, style in found.items()}
+    return rules
 
 
 def _resolve(custom: Rules | str | None, model: nn.Module) -> Rules:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_automodel.blocks import CONTAINERS
+from lightning_automodel.blocks import CONTAINERS, class_names
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 
 STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
@@ -42,8 +42,9 @@ def derive_sequence_layout(
     for name in blocks:
         if any(other.startswith(f"{name}.") for other in planned):
             lists.setdefault(name.rpartition(".")[0], []).append(name)
-    whole_between = type(model).__name__ in WHOLE_BETWEEN_BLOCKS
-    for names in lists.values():
+    for list_name, names in lists.items():
+        holder = model.get_submodule(list_name.rpartition(".")[0])
+        whole_between = any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
         layout.block_lists += [[name] for name in names] if whole_between else [names]
         for name in names:
             children = _whole_children(blocks[name], name, boundaries, planned)
