@@ -21,6 +21,33 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks or dict(_outermost(model, lambda _, parent: isinstance(parent, nn.ModuleList) and _repeats(parent)))
 
 
+def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that FSDP2 can gather each on its own; the others belong to the unit of the whole model.
+
+    Left out are blocks
+
+    * that share parameters with other modules (zamba's repeated attention): one unit would gather what others use;
+    * that a batch may skip (mllama's cross attention, without images): ranks would gather different blocks;
+    * that run outside of their forward pass (reformer's reversible ones), where nothing gathers for them.
+    """
+    blocks = find_blocks(model)
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(outermost(list(blocks), name) or "")
+    sharing = {name for names in owners.values() if len(names) > 1 for name in names}
+    skippable = find_towers(model) and {name for name, block in blocks.items() if _only_attends_to_images(block)}
+    return {
+        name: block
+        for name, block in blocks.items()
+        if name not in sharing and name not in skippable and not hasattr(block, "backward_pass")
+    }
+
+
+def _only_attends_to_images(block: nn.Module) -> bool:
+    children = {name for name, _ in block.named_children()}
+    return "cross_attn" in children and "self_attn" not in children
+
+
 def _repeats(members: nn.ModuleList) -> bool:
     """Whether these are layers, and not the different steps of one."""
     kinds = [type(member) for member in members if next(member.parameters(), None) is not None]

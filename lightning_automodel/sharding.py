@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
-from lightning_automodel.blocks import find_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
+from lightning_automodel.blocks import find_independent_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
 from lightning_automodel.config import FSDP2Config
 
 
@@ -19,7 +19,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     Always applied, also on one data rank: every parameter is then a DTensor over the same mesh, which is what stock
     clipping and stock fused optimizers need.
     """
-    blocks = find_blocks(model)
+    blocks = find_independent_blocks(model)
     towers = find_towers(model)
     replicated: set[nn.Parameter] = set()
     if config.tower_policy != "per_layer":
