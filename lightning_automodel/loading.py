@@ -6,7 +6,7 @@
                                                    -> what the files lack is drawn whole, equal on all ranks, and sliced
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -55,10 +56,14 @@ def sharded_loading(parallelize: Parallelize, device: torch.device) -> Generator
         yield
 
 
-def initialize_missing(model: nn.Module, initialize: Callable[[], None]) -> None:
+def initialize_missing(model: nn.Module, initialize: Callable[[], None], buffers: Iterable[Tensor] = ()) -> None:
     """Runs ``initialize`` with every DTensor parameter that has no value yet as a whole tensor, then slices it.
 
     Whole, because initialization depends on shapes and random numbers must be those of one device. Rank 0's count.
+    What ``initialize`` leaves of them and of ``buffers`` gets the values that the constructor of the model gives.
+
+    Raises:
+        ValueError: naming the parameters, if the constructor leaves them, too.
     """
     whole: dict[nn.Parameter, nn.Parameter] = {}
     owners: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -66,17 +71,57 @@ def initialize_missing(model: nn.Module, initialize: Callable[[], None]) -> None
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False):
                 if parameter not in whole:
-                    whole[parameter] = nn.Parameter(
-                        torch.empty(parameter.shape, dtype=parameter.dtype, device=_real_device(parameter)),
-                        requires_grad=parameter.requires_grad,
-                    )
+                    whole[parameter] = _unset(parameter)
                 owners.append((module, name, parameter))
     for module, name, parameter in owners:
         module._parameters[name] = whole[parameter]
     initialize()
+    _set_what_is_left(model, {*whole.values(), *buffers})
     sliced = {parameter: _slice_like(value, parameter) for parameter, value in whole.items()}
     for module, name, parameter in owners:
         module._parameters[name] = sliced[parameter]
+
+
+def _unset(like: DTensor) -> nn.Parameter:
+    value = torch.empty(like.shape, dtype=like.dtype, device=_real_device(like))
+    return nn.Parameter(_not_a_number(value), requires_grad=like.requires_grad)
+
+
+def _not_a_number(value: Tensor) -> Tensor:
+    """Shows what initialization leaves."""
+    return value.fill_(torch.nan) if value.is_floating_point() else value
+
+
+def _set_what_is_left(model: nn.Module, unset: set[Tensor]) -> None:
+    """Some models set values in their constructor only (apertus, its activation's), which a build on meta loses."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    left = {name: tensor for name, tensor in named if tensor in unset and tensor.isnan().any()}
+    if not left:
+        return
+    if isinstance(model, PreTrainedModel):
+        again = _construct_again(model)
+        constructed = {**dict(again.named_parameters()), **dict(again.named_buffers())}
+        for name, tensor in left.items():
+            tensor.data.copy_(constructed[name])
+    names = [name for name, tensor in left.items() if tensor.isnan().any()]
+    if names:
+        raise ValueError(
+            f"the initialization of {type(model).__name__} leaves {', '.join(names)}: one process would train on "
+            "memory that nobody has written; initialize them in _init_weights (reset_parameters of a module of your "
+            "own), or build the model outside of torch.device('meta')"
+        )
+
+
+def _construct_again(model: PreTrainedModel) -> nn.Module:
+    """A second model, whole on the CPU. Memory that its constructor leaves unwritten is not a number there."""
+    built: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
+    try:
+        with torch.random.fork_rng(), torch.device("cpu"):
+            return built(model.config)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _slice_like(value: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
@@ -133,14 +178,17 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """Gives a model that is still on the meta device its initial weights, as its author initializes them.
 
     Raises:
-        ValueError: naming the module, if a plain ``nn.Module`` holds parameters and has no ``reset_parameters``.
+        ValueError: naming the module, if a plain ``nn.Module`` holds parameters and has no ``reset_parameters``; naming
+            parameters that neither initialization nor the constructor sets.
     """
+    buffers = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = unset = torch.empty_like(buffer, device=device)
+                buffers.append(_not_a_number(unset))
     with torch.no_grad():
-        initialize_missing(model, lambda: _initialize(model))
+        initialize_missing(model, lambda: _initialize(model), buffers)
 
 
 def _initialize(model: nn.Module) -> None:
