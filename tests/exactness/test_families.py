@@ -11,6 +11,7 @@ from tests.support.images import find_inputs
 from tests.support.run_family import Run, differences
 
 BOUND = 1e-4
+ONE_STEP = Schedule(steps=1, clip=None)
 MESH = {"dp_shard": 2, "tp": 2}
 HYBRID = {"num_hidden_layers": 4}  # one of each kind of layer
 ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
@@ -46,8 +47,31 @@ def test_three_clipped_steps_of_two_micro_batches_on_a_mesh(kind: str, pool4: Po
 
 
 def test_more_ranks_than_key_value_heads(pool4: Pool) -> None:
-    schedule = Schedule(steps=1, clip=None)
     runs = {
-        f: Run(sizes={"tp": 4}, schedule=schedule) for f in ("llama", "qwen3", "gemma3_text", "mixtral", "starcoder2")
+        f: Run(sizes={"tp": 4}, schedule=ONE_STEP) for f in ("llama", "qwen3", "gemma3_text", "mixtral", "starcoder2")
     }
     check(pool4.run(errors, runs))
+
+
+SPLIT_BY_STRUCTURE = (
+    "diffusion_gemma",  # an encoder tied to a decoder, of which the plan names one
+    "ernie4_5_vl_moe",  # router logits are recorded from a boundary that also returns the hidden states
+    "glm5_next",  # row style in layers that compute with whole matrices
+    "inkling2",  # what the plan of the language model lacks, inside of a composite model
+    "t5gemma2",  # an embedding with a second parameter, for one token
+)
+
+
+def test_what_plans_do_not_say_is_found_in_the_structure(pool2: Pool) -> None:
+    check(pool2.run(errors, {f: Run(sizes={"tp": 2}, schedule=ONE_STEP) for f in SPLIT_BY_STRUCTURE}))
+
+
+GATHERED_BY_THE_ROOT = (
+    "mllama",  # text alone skips blocks, on one data rank only
+    "reformer",  # blocks run again in the backward pass, without their hooks
+    "zamba",  # blocks share parameters
+)
+
+
+def test_blocks_that_cannot_be_gathered_alone(pool2: Pool) -> None:
+    check(pool2.run(errors, {f: Run(sizes={"dp_shard": 2}, schedule=ONE_STEP) for f in GATHERED_BY_THE_ROOT}))

@@ -8,13 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.shards import gather_whole
 from tests.harness.pool import Nursery, Pool, RankFailed
+from tests.support.initialization import initial_difference
 
 SIZES = dict(
     hidden_size=64,
@@ -181,3 +188,32 @@ def test_a_model_that_tp_does_not_fit_is_refused_on_every_rank(function: Any, me
     with pytest.raises(RankFailed, match=message) as error:
         pool2.run(function)
     assert set(error.value.failures) == {0, 1}
+
+
+# ---- what initialization leaves --------------------------------------------------------------------------------------
+
+
+def test_what_only_the_constructor_sets_has_its_value(pool2: Pool) -> None:
+    for difference, name in pool2.run(initial_difference, "apertus"):
+        assert difference == 0, name
+
+
+class Forgetful(LlamaForCausalLM):
+    """Has a parameter that neither its constructor nor its initialization gives a value."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.empty(2))
+
+
+def forgetful() -> None:
+    """Runs on each rank."""
+    with torch.device("meta"):
+        model = Forgetful(LlamaConfig(**SIZES))
+    parallelize(model, build_mesh(resolve_sizes(2, tp=2), "cpu"))
+    materialize(model, CPU)
+
+
+def test_a_parameter_that_nothing_sets_is_named(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match="leaves scale: one process would train on memory that nobody has written"):
+        pool2.run(forgetful)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import clip_grad_norm_
@@ -108,7 +109,7 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
             torch.manual_seed(100 * rank + i % schedule.micro_batches)  # some routers sample while they train
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(i == len(micro) - 1)
-            loss = model(**batch).loss / len(micro)
+            loss = loss_of(model, batch) / len(micro)
             loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(model.parameters(), schedule.clip or float("inf"))
@@ -117,6 +118,15 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
         optimizer.zero_grad()
         steps.append(_Step(total, norm, gradients, {n: _full(p) for n, p in model.named_parameters()}))
     return steps
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's own loss; where it has none, that of its logits as guesses of the labels in the same place."""
+    output = model(**batch)
+    if output.loss is not None:
+        return output.loss
+    length = min(output.logits.shape[1], batch["labels"].shape[1])
+    return functional.cross_entropy(output.logits[:, :length].flatten(0, 1), batch["labels"][:, :length].flatten())
 
 
 def _differences(expected: list[_Step], actual: list[_Step], mesh: Any) -> Differences:

@@ -27,7 +27,18 @@ class _Widen(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _grouped_mm(*args, **(kwargs or {}))
         return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _grouped_mm(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """Products of the row groups of ``input`` that end at ``offs`` with one matrix each; torch has it up to float32."""
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    groups = zip(input.split([*sizes, len(input) - sum(sizes)]), weight, strict=False)
+    products = [rows @ matrix for rows, matrix in groups]
+    rest = input.new_zeros(len(input) - sum(sizes), weight.shape[-1])
+    return torch.cat([*products, rest])
 
 
 def _wide(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.comparison import loss_of
 from tests.support.families import FIRST_SPECIAL_ID
 from tests.support.sizes import WIDTH
 
@@ -96,8 +97,7 @@ def _problem(model: nn.Module, inputs: Inputs) -> str | None:
     batch = inputs.draw(torch.Generator().manual_seed(0), with_images=True)
     pixels = [batch[name].requires_grad_() for name in PIXEL_ARGUMENTS if name in batch]
     try:
-        loss = model(**batch).loss
-        grads = torch.autograd.grad(loss, pixels, allow_unused=True)
+        grads = torch.autograd.grad(loss_of(model, batch), pixels, allow_unused=True)
     except Exception as error:  # whatever a model raises means that this guess is wrong
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if not any(grad is not None and grad.norm() > 0 for grad in grads):

@@ -32,16 +32,24 @@ def initial_difference(family: str) -> tuple[float, str]:
 
 
 def _drawn(auto_class: Any, config: PreTrainedConfig, sizes: dict[str, int]) -> tuple[float, str]:
-    """From the meta device: transformers' own initialization of the whole model, with rank 0's random numbers."""
+    """From the meta device: transformers' own initialization of the whole model, with rank 0's random numbers, and the
+    constructor's values of what that leaves.
+    """
     expected, actual = _on_meta(auto_class, config), _on_meta(auto_class, config)
     expected.to_empty(device=CPU)
     expected.tie_weights(recompute_mapping=False)
     with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.fill_(torch.nan)  # what nothing initializes shows
+        for tensor in _tensors(expected).values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)  # what nothing initializes shows
     torch.manual_seed(0)
     expected.initialize_weights()
     expected.tie_weights(recompute_mapping=False)
+    left = {name: tensor for name, tensor in _tensors(expected).items() if tensor.isnan().any()}
+    if left:
+        constructed = _tensors(type(expected)(config))
+        for name, tensor in left.items():
+            tensor.data.copy_(constructed[name])
     parallelize(actual, build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu"))
     torch.manual_seed(dist.get_rank())
     materialize(actual, CPU)
@@ -81,5 +89,8 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
     """Whole parameters and buffers by name."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in tensors}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in _tensors(model).items()}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans import select_plan
-from tests.support.comparison import Batch, Differences, Schedule, batches, compare
+from tests.support.comparison import Batch, Differences, Schedule, batches, compare, loss_of
 from tests.support.families import tiny_model
 from tests.support.float64 import in_float64
 from tests.support.images import Inputs, find_inputs
@@ -85,8 +85,7 @@ def probe(family: str) -> Probe:
     try:
         model = tiny_model(family).train()
         inputs = find_inputs(model)
-        loss = model(**inputs.draw(torch.Generator().manual_seed(0), with_images=True)).loss
-        loss.backward()
+        loss_of(model, inputs.draw(torch.Generator().manual_seed(0), with_images=True)).backward()
     except Exception as error:  # whatever transformers raises is the reason that the table gives
         return Probe(failure=_describe(error))
     return Probe(parameters=sum(p.numel() for p in model.parameters()), plan=_plan(model), inputs=inputs)
@@ -130,7 +129,7 @@ def differences(family: str, run: Run, inputs: Inputs | None = None, double: boo
 
 def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
     """Text; where a model reads images, every other micro-batch has some, and not the same ones on all data ranks."""
-    if not inputs.images and not inputs.types:
+    if not inputs.images and not inputs.types and inputs.image_id is None:
         return batches(schedule, step, data_rank)
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
     micro = []

@@ -143,7 +143,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **_all("codegen", "gptj", rotary_dim=16),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 12, "n_groups": 2},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    # Attention by hashes takes a new seed in every run, so no two runs are equal.
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "local"],
+        "local_attention_probs_dropout_prob": 0.0,
+    },
     "xlm": {"n_words": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["hybrid", "hybrid"]},
@@ -175,6 +181,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     # models that read images
     "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "chameleon_vqgan": {"num_embeddings": 10, "embed_dim": 32, "resolution": 32, "channel_multiplier": [1, 1]},
     "chameleon": {"vocabulary_map": {"<image>": 100, **{f"IMGIMG{chr(65 + i)}Z": 101 + i for i in range(10)}}},
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, TOWER_WIDTH]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], **_LATENT},
