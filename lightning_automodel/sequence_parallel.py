@@ -12,13 +12,14 @@ because the stream is cut at the first block and not at the embedding.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_automodel.blocks import class_names
 from lightning_automodel.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, shard_bounds, split
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, SequenceLayout
 
@@ -33,11 +34,13 @@ class Stream:
         group: of the tp axis.
         length: tokens of the whole sequence; ``None`` while the stream is whole.
         width: features of the stream.
+        running: between the first and the last block.
     """
 
     group: ProcessGroup
     length: int | None = None
     width: int | None = None
+    running: bool = False
 
     def is_slice(self, value: Any) -> bool:
         """Whether ``value`` is this rank's slice of the sequence.
@@ -47,6 +50,13 @@ class Stream:
         if self.length is None:
             return False
         return self._has_rows(value, shard_bounds(self.length, self.group.size(), self.group.rank())[1])
+
+    def resembles_slice(self, value: Tensor) -> bool:
+        """Whether ``value`` has the shape of any rank's slice; all ranks find the same."""
+        if self.length is None:
+            return False
+        ranks = self.group.size()
+        return any(self._has_rows(value, shard_bounds(self.length, ranks, rank)[1]) for rank in range(ranks))
 
     def is_whole(self, value: Any) -> bool:
         """Whether ``value`` holds the whole sequence, in the same shapes."""
@@ -89,22 +99,48 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
 def _enter_block(stream: Stream, module: nn.Module, first: bool) -> Callable:
     """The first block cuts the stream; all of them cut what arrives beside it, token by token (per-layer inputs)."""
     names = list(inspect.signature(module.forward).parameters)
+    cut_names = {names[0], *STREAM_ARGUMENTS}
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        value = args[0] if args else kwargs[STREAM_ARGUMENTS[0]]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        value = given[names[0]]
         known = getattr(value, _LENGTH, None)
-        if known is not None:
+        if first and known is None:
+            stream.running, stream.length, stream.width = True, _length(stream, value), value.shape[-1]
+        elif hasattr(value, _LENGTH):
             stream.length = known  # also when the backward pass runs this block again
-        elif first:
-            stream.length, stream.width = _length(stream, value), value.shape[-1]
+        elif not stream.running:
+            raise ValueError(_unknown_length(module))
+        if name := _resembling(stream, {n: x for n, x in given.items() if n not in cut_names}):
+            if not first:
+                raise ValueError(_cannot_tell(module, name, stream))
+            stream.length = None
 
         def enter(name: str, x: Any) -> Any:
-            cut = name in STREAM_ARGUMENTS and stream.is_whole(x) and not stream.is_slice(x)
+            cut = name in cut_names and stream.is_whole(x) and not stream.is_slice(x)
             return split(x, 1, stream.group) if cut else x
 
         return tuple(map(enter, names, args)), {name: enter(name, x) for name, x in kwargs.items()}
 
     return hook
+
+
+def _resembling(stream: Stream, beside: dict[str, Any]) -> str | None:
+    """The name of an argument beside the stream that is whole and looks like a slice: the states of an encoder may have
+    as many rows by chance. Slices are told from the rest by their shape, so such a stream is left whole.
+    """
+    for name, value in beside.items():
+        if any(getattr(x, _LENGTH, None) is None and stream.resembles_slice(x) for x in _tensors(value)):
+            return name
+    return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _tensors(entry)
 
 
 def _length(stream: Stream, value: Tensor) -> int | None:
@@ -114,24 +150,28 @@ def _length(stream: Stream, value: Tensor) -> int | None:
 
 def _leave_block(stream: Stream, last: bool) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        if stream.length is None:
-            return output
         length = stream.length
 
         def leave(x: Any) -> Any:
-            if not stream.is_slice(x):
+            if length is None or not stream.is_slice(x):
                 return x
-            if last:
-                return gather(x, 1, length, stream.group)
-            setattr(x, _LENGTH, length)
-            return x
+            return gather(x, 1, length, stream.group) if last else x
 
-        output = tuple(map(leave, output)) if isinstance(output, tuple) else leave(output)
+        outputs = tuple(map(leave, output if isinstance(output, tuple) else (output,)))
         if last:
-            stream.length = None
-        return output
+            stream.length, stream.running = None, False
+        else:
+            _mark(stream, outputs, length)
+        return outputs if isinstance(output, tuple) else outputs[0]
 
     return hook
+
+
+def _mark(stream: Stream, outputs: tuple, length: int | None) -> None:
+    """Slices carry the length of the whole sequence to the next block, and a whole stream carries ``None``."""
+    for i, x in enumerate(outputs):
+        if isinstance(x, Tensor) and (i == 0 or stream.is_slice(x)):
+            setattr(x, _LENGTH, length)
 
 
 # ---- children --------------------------------------------------------------------------------------------------------
@@ -188,6 +228,20 @@ def _cannot_cut(name: str, value: Any, stream: Stream) -> str:
     return (
         f"sequence parallelism cannot cut the output of {name} ({shape}) on a sequence of {stream.length} tokens; "
         "use sequence_parallel=False"
+    )
+
+
+def _cannot_tell(block: nn.Module, name: str, stream: Stream) -> str:
+    return (
+        f"sequence parallelism cannot tell {name}, which enters a {class_names(block)[0]} but not the first block, from "
+        f"a slice of the {stream.length} tokens; pad the tokens to another length, or use sequence_parallel=False"
+    )
+
+
+def _unknown_length(block: nn.Module) -> str:
+    return (
+        f"a {class_names(block)[0]} runs outside of its model's forward pass and cannot know how long the sequence is: "
+        "activation checkpointing with sequence_parallel=True needs use_reentrant=False"
     )
 
 

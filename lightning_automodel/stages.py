@@ -6,9 +6,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
+from lightning_automodel.blocks import class_names
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import broadcast_weights, cast_parameters
+from lightning_automodel.logs import warn_once
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.plans import Layout, derive_layout, select_plan, validate_tp
 from lightning_automodel.sharding import apply_fsdp2
@@ -52,3 +54,5 @@ def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layo
             "sequence_parallel=True cuts the residual stream of transformers' models only, but "
             f"{type(model).__name__} is none: what else enters its blocks is not known; use sequence_parallel=False"
         )
+    if layout.sequence is not None and not layout.sequence.block_lists:
+        warn_once(f"sequence_parallel=True does nothing for {class_names(model)[0]}: its plan splits no block")
