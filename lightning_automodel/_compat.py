@@ -37,6 +37,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, core_model_loading
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -52,6 +53,7 @@ __all__ = [
     "default_timeout",
     "optimizers_to_device",
     "patched_pretrained_loading",
+    "revert_weight_conversion",
     "root_mesh",
 ]
 

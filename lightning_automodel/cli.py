@@ -1,4 +1,6 @@
-"""The command ``lightning-automodel``: fit, validate, test and predict from a YAML file and switches."""
+"""The command ``lightning-automodel``: fit, validate, test and predict from a YAML file and switches; export and
+consolidate checkpoints.
+"""
 
 import sys
 import traceback
@@ -6,11 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
+from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.checkpointing.conversion import consolidate, export
 from lightning_automodel.finetuning import CausalLM, TextDataModule
+
+_DESCRIPTION = (
+    "Trains and evaluates. For checkpoints there are also: lightning-automodel export CKPT OUT (Hugging Face's format) "
+    "and lightning-automodel consolidate CKPT FILE (one Lightning file)."
+)
+_CONVERSIONS: dict[str, Any] = {"export": export, "consolidate": consolidate}
 
 
 class AutomodelCLI(LightningCLI):
@@ -24,6 +34,7 @@ class AutomodelCLI(LightningCLI):
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
+            parser_kwargs={"description": _DESCRIPTION},
             args=None if args is None else list(args),
         )
 
@@ -65,9 +76,13 @@ class AutomodelCLI(LightningCLI):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point. A mistake in the configuration ends with its message and exit code 1, on every rank."""
+    given = sys.argv[1:] if args is None else list(args)
     try:
-        AutomodelCLI(args)
-    except ValueError as error:
+        if given and given[0] in _CONVERSIONS:
+            auto_cli(_CONVERSIONS, args=given, prog="lightning-automodel")
+        else:
+            AutomodelCLI(args)
+    except (ValueError, FileNotFoundError) as error:
         if not _is_ours(error):
             raise
         sys.stderr.write(f"lightning-automodel: error: {error}\n")  # in one piece: other ranks write too

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_automodel._compat import optimizers_to_device
 from lightning_automodel.checkpointing.background import BackgroundSaver
+from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import restore_model
 from lightning_automodel.checkpointing.storage import Location
@@ -248,7 +249,9 @@ class SharedHooks(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        assert self.lightning_module is not None
         path = Location.of(self.broadcast(filepath))
+        checkpoint = {**checkpoint, DESCRIPTIONS: describe_models(self.lightning_module)}
         if not self._save_distributed_checkpoint:
             checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)
             return

@@ -103,7 +103,7 @@ def save_file(
 
 
 def _complete(checkpoint: Mapping[str, Any], data_group: ProcessGroup) -> Checkpoint:
-    others = {key: value for key, value in checkpoint.items() if key not in SHARDED}
+    others: Checkpoint = {key: value for key, value in checkpoint.items() if key not in SHARDED}
     return {**checkpoint, **gather_state(others), RANDOM_STATES: collect_random_states(data_group)}
 
 

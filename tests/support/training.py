@@ -94,8 +94,8 @@ class Memory(Logger):
 
 
 def world_size() -> int:
-    """Of the pool whose rank this is."""
-    return int(os.environ["WORLD_SIZE"])
+    """Of the pool whose rank this is; 1 outside of pools."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rows(count: int = ROWS) -> Tensor:

@@ -1,0 +1,164 @@
+"""Ways out of a checkpoint, on one process and without a GPU: Hugging Face's format, and one plain Lightning file."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from lightning_automodel.checkpointing.dcp import StoredTensor
+from lightning_automodel.checkpointing.description import Description, descriptions_of
+from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
+from lightning_automodel.checkpointing.integrity import verify
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.states import clean_name
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.logs import logger
+
+_MAPPED = 1 << 20  # bytes; larger tensors lie in files while they are collected
+
+
+def export(
+    checkpoint: str,
+    output: str,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    config: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "2GB",
+    weights_only: bool = True,
+) -> None:
+    """Writes the model of a checkpoint as a directory that from_pretrained and inference engines read.
+
+    Args:
+        checkpoint: folder, file or URL, of any strategy and layout.
+        output: directory; made if it does not exist.
+        model: name of the model in the LightningModule, where it holds several.
+        tokenizer: directory or hub name; by default where the model was loaded from.
+        config: directory with the model's config.json, for checkpoints that other tools wrote.
+        dtype: of the weights, for example bfloat16; by default as in the checkpoint.
+        max_shard_size: of a file, and what is in memory at most (unless one block is larger).
+        weights_only: refuse pickled objects in the checkpoint, which can run code.
+    """
+    directory = Path(output)
+    if directory.is_file():
+        raise ValueError(f"{output} is a file; give a directory")
+    parse_size(max_shard_size)
+    kind = None if dtype is None else floating_dtype(dtype)
+    path = Location.of(checkpoint)
+    content = _read(path, weights_only)
+    description = _choose(content, model, config, path)
+    built = description.build()
+    state = {clean_name(name): value for name, value in content["state_dict"].items()}
+    prefix = _prefix(built, description, state, path)
+    write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
+    _write_tokenizer(tokenizer or description.source, directory, is_wanted=tokenizer is not None)
+
+
+def consolidate(checkpoint: str, file: str, weights_only: bool = True) -> None:
+    """Writes a checkpoint folder as one plain Lightning file, which load_from_checkpoint and any Trainer read.
+
+    Args:
+        checkpoint: folder or URL.
+        file: what to write; replaced when it is complete.
+        weights_only: refuse pickled objects in the checkpoint, which can run code.
+    """
+    path, target = Location.of(checkpoint), Location.of(file)
+    if target.is_folder():
+        raise ValueError(f"{file} is a folder; give the name of a file")
+    content = _read(path, weights_only)
+    with tempfile.TemporaryDirectory(dir=target.parent.path if target.is_local else None) as directory:
+        tensors: dict[StoredTensor, Tensor] = {}
+        content["optimizer_states"] = [_numbered(state) for state in content.get("optimizer_states", [])]
+        if not content["optimizer_states"]:
+            del content["optimizer_states"]
+        TorchCheckpointIO().save_checkpoint(_loaded(content, Path(directory), tensors), str(target))
+
+
+def _read(path: Location, weights_only: bool) -> dict[str, Any]:
+    if path.exists():
+        verify(path)
+    return read_checkpoint(path, weights_only)
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def _choose(content: Mapping[str, Any], name: str | None, config: str | None, path: Location) -> Description:
+    if config is not None:
+        return Description.of_directory(Path(config))
+    found = descriptions_of(content)
+    names = ", ".join(repr(description.name) for description in found)
+    if not found:
+        raise ValueError(f"{path} does not say which model it holds; add --config DIRECTORY, with its config.json")
+    if name is None and len(found) > 1:
+        raise ValueError(f"{path} holds the models {names}; choose one with --model NAME")
+    chosen = [description for description in found if name in (None, description.name)]
+    if not chosen:
+        raise ValueError(f"{path} holds no model {name!r}; it holds {names}")
+    return chosen[0]
+
+
+def _prefix(model: PreTrainedModel, description: Description, state: Mapping[str, Any], path: Location) -> str:
+    """What stands before the model's names in the checkpoint."""
+    needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
+    candidates = [f"{description.name}."] if description.name else []
+    candidates += sorted({key.removesuffix(needed[0]) for key in state if key.endswith(needed[0])}, key=len)
+    for prefix in candidates:
+        if all(prefix + name in state for name in needed):
+            return prefix
+    prefix = candidates[0] if candidates else ""
+    missing = [name for name in needed if prefix + name not in state]
+    raise ValueError(
+        f"{path} lacks {len(missing)} of {len(needed)} weights of {type(model).__name__}, for example "
+        f"{prefix + missing[0]}; it may be partial (adapters, or parts that were left out), or of another model"
+    )
+
+
+def _whole(value: StoredTensor | Tensor) -> Tensor:
+    return value.load() if isinstance(value, StoredTensor) else value
+
+
+def _write_tokenizer(source: str, directory: Path, is_wanted: bool) -> None:
+    try:
+        if not source:
+            raise ValueError("the checkpoint does not say where the model came from")
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+    except (OSError, ValueError) as error:
+        if is_wanted:
+            raise ValueError(f"tokenizer={source!r} cannot be loaded: {error}") from error
+        logger.warning("no tokenizer was written (%s); add --tokenizer DIRECTORY to have one", error)
+
+
+# ---- consolidate -----------------------------------------------------------------------------------------------------
+
+
+def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``optimizer.state_dict()``, which numbers parameters in the order of the groups."""
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in optimizer["param_groups"]]
+    return {**optimizer, "state": {number[n]: s for n, s in optimizer["state"].items()}, "param_groups": groups}
+
+
+def _loaded(tree: Any, directory: Path, known: dict[StoredTensor, Tensor]) -> Any:
+    """The tree with tensors. Large ones lie in files of ``directory`` and take no memory of the process's own."""
+    if type(tree) is dict:
+        return {key: _loaded(value, directory, known) for key, value in tree.items()}
+    if type(tree) is list:
+        return [_loaded(value, directory, known) for value in tree]
+    if not isinstance(tree, StoredTensor):
+        return tree
+    if tree not in known:
+        tensor = tree.load()
+        size = tensor.numel() * tensor.element_size()
+        if size > _MAPPED:
+            path = directory / str(len(known))
+            mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+            tensor = mapped.view(tensor.shape).copy_(tensor)
+        known[tree] = tensor
+    return known[tree]

@@ -1,0 +1,100 @@
+"""What a checkpoint says about the Hugging Face models in it, so that they can be built again without their module."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from lightning_automodel.blocks import class_names
+
+DESCRIPTIONS = "hugging_face_models"
+
+
+@dataclass(frozen=True)
+class Description:
+    """Of one model.
+
+    Attributes:
+        name: of the model in the LightningModule, which its parameters' names begin with.
+        architecture: class of transformers.
+        config: JSON.
+        generation_config: JSON, or ``None``.
+        source: name or directory that the model was loaded from, where its tokenizer is; may be empty.
+    """
+
+    name: str
+    architecture: str
+    config: str
+    generation_config: str | None
+    source: str
+
+    def build(self) -> PreTrainedModel:
+        """The model without weights, on the meta device.
+
+        Raises:
+            ValueError: if the class is not one of the installed transformers.
+        """
+        values = json.loads(self.config)
+        kind = getattr(transformers, self.architecture, None)
+        if kind is None:
+            raise ValueError(
+                f"{self.architecture} is not in transformers {transformers.__version__} (remote code, or of another "
+                "version); write it with the HuggingFaceExport callback at the end of a run"
+            )
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        with torch.device("meta"):
+            model = kind(config)
+        if self.generation_config is not None:
+            model.generation_config = GenerationConfig.from_dict(json.loads(self.generation_config))
+        return model
+
+    @staticmethod
+    def of_directory(directory: Path) -> "Description":
+        """Of a model that lies in Hugging Face's format, for checkpoints that say nothing.
+
+        Raises:
+            ValueError: if there is no ``config.json`` with an architecture.
+        """
+        path = directory / "config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        if not config.get("architectures"):
+            raise ValueError(f"{directory} has no config.json that names the model's class in 'architectures'")
+        generation = directory / "generation_config.json"
+        return Description(
+            name="",
+            architecture=config["architectures"][0],
+            config=json.dumps(config),
+            generation_config=generation.read_text() if generation.is_file() else None,
+            source=str(directory),
+        )
+
+
+def describe_models(module: nn.Module) -> list[dict[str, Any]]:
+    """The outermost Hugging Face models of ``module``, as the entry of a checkpoint."""
+    found: dict[str, PreTrainedModel] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = child
+    return [asdict(_describe(name, model)) for name, model in found.items()]
+
+
+def descriptions_of(checkpoint: Mapping[str, Any]) -> list[Description]:
+    """What :func:`describe_models` put into a checkpoint."""
+    return [Description(**entry) for entry in checkpoint.get(DESCRIPTIONS, [])]
+
+
+def _describe(name: str, model: PreTrainedModel) -> Description:
+    generation = model.generation_config if model.can_generate() else None
+    return Description(
+        name=name,
+        architecture=class_names(model)[0],
+        config=model.config.to_json_string(use_diff=False),
+        generation_config=None if generation is None else generation.to_json_string(),
+        source=str(getattr(model.config, "_name_or_path", "") or ""),
+    )

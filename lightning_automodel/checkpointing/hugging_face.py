@@ -1,0 +1,162 @@
+"""Writes a model in Hugging Face's format: shard by shard, so that no process holds more than one shard of it.
+
+::
+
+    name of our parameter -> whole tensor (gathered, or read from a checkpoint) -> transformers' names on disk -> shard
+
+Names on disk can differ from ours in number and shape (experts that the model fuses lie apart in files), but never
+across blocks, so that a block at a time is converted.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_automodel._compat import revert_weight_conversion
+from lightning_automodel.blocks import class_names, find_blocks, outermost
+
+INDEX = "model.safetensors.index.json"
+Fetch = Callable[[str], Tensor | None]
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from "2GB", "500MB" (powers of ten) or a number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    text = str(size).strip().upper()
+    number, factor = (text[:-2], units[text[-2:]]) if text[-2:] in units else (text, 1)
+    try:
+        result = int(float(number) * factor)
+    except ValueError:
+        result = 0
+    if result <= 0:
+        raise ValueError(f"max_shard_size={size!r} is not a size; give for example 2GB or 500MB")
+    return result
+
+
+def floating_dtype(name: str) -> torch.dtype:
+    """``torch.bfloat16`` from "bfloat16".
+
+    Raises:
+        ValueError: for a name that is no floating-point dtype of torch.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={name!r} is no floating-point dtype; give for example bfloat16 or float32")
+    return dtype
+
+
+def write_pretrained(
+    model: PreTrainedModel,
+    fetch: Fetch,
+    directory: Path | None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "2GB",
+) -> None:
+    """Writes weights, config and generation config to ``directory``, which ``from_pretrained`` then loads.
+
+    Args:
+        model: gives names, ties, conversions and configs; its parameters may be on the meta device or sharded.
+        fetch: returns the whole tensor of a name of ``model.state_dict()`` (or ``None`` where ``directory`` is).
+            Called once for each, in the same order in every process, so that it may be collective.
+        directory: made if it does not exist; weights in it are replaced once all are written. ``None``: this process
+            takes part in ``fetch`` and writes nothing.
+        dtype: of floating-point tensors in the files; ``None``: as they come.
+        max_shard_size: bytes of a file, or text such as "2GB"; what the writing process holds at most, unless one block
+            is larger.
+    """
+    limit = parse_size(max_shard_size)
+    shards = None if directory is None else _Shards(directory, limit)
+    dtypes: set[torch.dtype] = set()
+    for names in _groups(model):
+        fetched = {name: fetch(name) for name in names}
+        if shards is not None:
+            tensors = {name: _cast(t, dtype) for name, t in fetched.items() if t is not None}
+            dtypes.update(t.dtype for t in tensors.values() if t.is_floating_point())
+            for name, tensor in revert_weight_conversion(model, tensors).items():
+                shards.add(name, tensor)
+    if shards is not None:
+        shards.finish()
+        _write_configs(model, shards.directory, dtype or (dtypes.pop() if len(dtypes) == 1 else model.dtype))
+
+
+def _groups(model: PreTrainedModel) -> Iterator[list[str]]:
+    """Names that are converted together: those of a block, else those of a module. Tied names appear once."""
+    blocks = list(find_blocks(model))
+    groups: dict[str, list[str]] = {}
+    for name in model.state_dict():
+        if name not in model.all_tied_weights_keys:
+            groups.setdefault(outermost(blocks, name) or name.rpartition(".")[0], []).append(name)
+    yield from groups.values()
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write_configs(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [class_names(model)[0]]
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+class _Shards:
+    """Collects tensors into files, which get their names when their number is known."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.limit = limit
+        self.waiting: dict[str, Tensor] = {}
+        self.written: list[list[str]] = []
+        self.total = 0
+        for leftover in directory.glob("*.safetensors.part"):
+            leftover.unlink()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Writes a file when this tensor would not fit any more."""
+        if self.waiting and _bytes(self.waiting.values()) + _bytes([tensor]) > self.limit:
+            self._write()
+        self.waiting[name] = tensor.detach().cpu().contiguous()
+        self.total += _bytes([tensor])
+
+    def finish(self) -> None:
+        """Replaces what an earlier export left."""
+        if self.waiting:
+            self._write()
+        for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
+            old.unlink(missing_ok=True)
+        count = len(self.written)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for i, name in enumerate(names):
+            self._part(i).rename(self.directory / name)
+        if count > 1:
+            table = {tensor: name for name, tensors in zip(names, self.written, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self.total}, "weight_map": table}
+            (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _write(self) -> None:
+        save_file(self.waiting, self._part(len(self.written)), metadata={"format": "pt"})
+        self.written.append(list(self.waiting))
+        self.waiting = {}
+
+    def _part(self, index: int) -> Path:
+        return self.directory / f"model-{index + 1:05d}.safetensors.part"
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
