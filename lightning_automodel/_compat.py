@@ -306,15 +306,7 @@ def reduce_unused_parameters(unit: nn.Module) -> None:
         setter(True, recurse=False)
 
 
-# ---- calls and shards of modules -------------------------------------------------------------------------------------
-
-
-def wrap_call(module: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
-    """Puts ``wrap(call)`` in the place of what ``module(...)`` runs, its hooks included.
-
-    ``__call__`` belongs to the class; torch keeps one slot of the instance for it, which ``module.compile()`` fills.
-    """
-    module._compiled_call_impl = wrap(module._compiled_call_impl or module._call_impl)
+# ---- shards of modules -----------------------------------------------------------------------------------------------
 
 
 @contextmanager

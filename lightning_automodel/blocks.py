@@ -67,6 +67,16 @@ def find_towers(model: nn.Module) -> dict[str, nn.Module]:
     return dict(_outermost(model, accept))
 
 
+def tower_modalities(tower: nn.Module) -> set[str]:
+    """What a tower reads: "vision", "audio" or both, as its class says."""
+    read = getattr(tower, "input_modalities", ())
+    read = {read} if isinstance(read, str) else set(read)
+    main = getattr(tower, "main_input_name", "")
+    vision = bool(read & {"image", "video"}) or main.startswith("pixel")
+    audio = "audio" in read or main in ("input_features", "input_values")
+    return {name for name, found in (("vision", vision), ("audio", audio)) if found}
+
+
 def last_blocks(model: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
     """Names of the blocks that end a module list: what runs last in the forward pass and first in the backward."""
     by_list: dict[str, str] = {}

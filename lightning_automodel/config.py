@@ -9,17 +9,18 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_automodel.activation import check_checkpointing
 from lightning_automodel.kernels import LOSS_KERNELS
 
 _COMING = {
     "patch_is_packed_sequence": False,
     "offload_policy": None,
     "autocast_dtype": None,
-    "activation_checkpointing": False,
-    "activation_checkpointing_scope": "all",
     "enable_async_tensor_parallel": False,
     "enable_compile": False,
 }
+LEVERS_OF_BLOCKS = ("activation_checkpointing", "activation_checkpointing_scope", "activation_offload")
+"""Fields that work on the repeated blocks of a model."""
 TOWER_POLICIES = ("root", "per_layer", "replicate")
 
 
@@ -36,8 +37,13 @@ class FSDP2Config:
             ``Trainer(precision=...)``.
         offload_policy: FSDP2's ``CPUOffloadPolicy``. Not available yet.
         autocast_dtype: dtype of a ``torch.autocast`` around the forward pass. Not available yet.
-        activation_checkpointing: recompute activations in the backward pass. Not available yet.
-        activation_checkpointing_scope: which parts of a composite model. Not available yet.
+        activation_checkpointing: compute activations again in the backward pass. ``True`` or "full": blocks keep their
+            input only. "submodule": each child of a block (attention, feed-forward, norms) keeps its input.
+            "selective": blocks keep the results of attention and of every second matrix product too. A list names what
+            they keep: "attention", "matmul", or torch's operations, such as "aten.mm".
+        activation_checkpointing_scope: of which parts of a composite model: "all", "language", "vision", "audio",
+            "multimodal" (all that is not language), or several of these.
+        activation_offload: what checkpointed blocks keep waits in host memory (on CUDA).
         defer_fsdp_grad_sync: gradients are reduced over the data ranks on the last micro-batch of a step only;
             ``False`` reduces at every micro-batch, which keeps sharded gradients only.
         reshard_after_forward: ``None``: all blocks but the last; ``True``, ``False`` or an int override, as in FSDP2.
@@ -63,8 +69,9 @@ class FSDP2Config:
     mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
     offload_policy: CPUOffloadPolicy | None = None
     autocast_dtype: str | None = None
-    activation_checkpointing: bool | str = False
+    activation_checkpointing: bool | str | list[str] = False
     activation_checkpointing_scope: str | list[str] = "all"
+    activation_offload: bool = False
     defer_fsdp_grad_sync: bool = True
     reshard_after_forward: bool | int | None = None
     backend: str | None = None
@@ -84,6 +91,7 @@ class FSDP2Config:
                     f"FSDP2Config({name}={getattr(self, name)!r}) is not available in this version; "
                     f"leave {name} at {default!r}"
                 )
+        check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -101,6 +109,11 @@ class FSDP2Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; values are not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def without_blocks(self) -> "FSDP2Config":
+        """The same for a layer: what works on repeated blocks is left at its default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: defaults[name] for name in LEVERS_OF_BLOCKS})  # type: ignore[arg-type]
 
 
 def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:

@@ -45,7 +45,8 @@ def fsdp2_strategy_parallelize(
         mp_policy: ``None``: compute in bfloat16, reduce in float32.
         offload_policy: not available yet.
         sequence_parallel: cut the residual stream on the sequence over tp.
-        activation_checkpointing: not available yet.
+        activation_checkpointing: compute activations again in the backward pass; see
+            :class:`~lightning_automodel.FSDP2Config`.
         tp_shard_plan: rules that complete or override the model's own plan: name pattern to style name or torch
             ``ParallelStyle``, or the import path of such a dict or of a function that returns one.
         dp_replicate_mesh_name: axis over which shards are replicated, if the mesh has it.

@@ -12,7 +12,8 @@ because the stream is cut at the first block and not at the embedding.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel.blocks import class_names
+from lightning_automodel.calls import Context, Snapshot, keep_for_recomputation
 from lightning_automodel.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, shard_bounds, split
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, SequenceLayout
 
@@ -86,6 +88,7 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
             block = model.get_submodule(name)
             block.register_forward_pre_hook(_enter_block(stream, block, first=name == blocks[0]), with_kwargs=True)
             block.register_forward_hook(_leave_block(stream, last=name == blocks[-1]))
+            keep_for_recomputation(block, _stream_again(stream))
             for child, closed in layout.children[name].items():
                 module = model.get_submodule(child)
                 module.register_forward_pre_hook(_enter_child(stream, closed), with_kwargs=True)
@@ -108,7 +111,7 @@ def _enter_block(stream: Stream, module: nn.Module, first: bool) -> Callable:
         if first and known is None:
             stream.running, stream.length, stream.width = True, _length(stream, value), value.shape[-1]
         elif hasattr(value, _LENGTH):
-            stream.length = known  # also when the backward pass runs this block again
+            stream.length = known
         elif not stream.running:
             raise ValueError(_unknown_length(module))
         if name := _resembling(stream, {n: x for n, x in given.items() if n not in cut_names}):
@@ -174,6 +177,25 @@ def _mark(stream: Stream, outputs: tuple, length: int | None) -> None:
             setattr(x, _LENGTH, length)
 
 
+def _stream_again(stream: Stream) -> Snapshot:
+    """The backward pass runs single blocks again, when their stream is long whole."""
+
+    def snapshot(block: nn.Module) -> Context:
+        length, width = stream.length, stream.width
+
+        @contextmanager
+        def again() -> Generator[None, None, None]:
+            now, stream.length, stream.width = (stream.length, stream.width), length, width
+            try:
+                yield
+            finally:
+                stream.length, stream.width = now
+
+        return again
+
+    return snapshot
+
+
 # ---- children --------------------------------------------------------------------------------------------------------
 
 
@@ -233,8 +255,8 @@ def _cannot_cut(name: str, value: Any, stream: Stream) -> str:
 
 def _cannot_tell(block: nn.Module, name: str, stream: Stream) -> str:
     return (
-        f"sequence parallelism cannot tell {name}, which enters a {class_names(block)[0]} but not the first block, from "
-        f"a slice of the {stream.length} tokens; pad the tokens to another length, or use sequence_parallel=False"
+        f"sequence parallelism cannot tell {name}, which enters a {class_names(block)[0]} but not the first block, "
+        f"from a slice of the {stream.length} tokens; pad the tokens to another length, or use sequence_parallel=False"
     )
 
 

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
+from lightning_automodel.activation import apply_activation_checkpointing
 from lightning_automodel.blocks import class_names
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.heads import install_loss
@@ -43,6 +44,9 @@ def apply_stages(
     if tp > 1:
         apply_tensor_parallel(model, tp_mesh, layout)
     install_loss(model, tp_mesh, config)
+    _check_offload(config, tp_mesh)
+    mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
+    apply_activation_checkpointing(model, mode, scope, offload=config.activation_offload)
     apply_fsdp2(model, fsdp_mesh, config, mp_policy)
     return model
 
@@ -56,3 +60,8 @@ def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layo
         )
     if layout.sequence is not None and not layout.sequence.block_lists:
         warn_once(f"sequence_parallel=True does nothing for {class_names(model)[0]}: its plan splits no block")
+
+
+def _check_offload(config: FSDP2Config, mesh: DeviceMesh) -> None:
+    if config.activation_offload and mesh.device_type == "cpu":
+        raise ValueError("activation_offload=True: on CPU activations are in host memory already; use it on CUDA")

@@ -2,13 +2,12 @@
 
     1. ``distribute_parameters``  each parameter becomes a DTensor on tp, by its layout
     2. ``install_collectives``    hooks around the planned modules and boundaries
-    3. ``install_local_tensors``  during a block's forward pass its modules see ``parameter.to_local()``
+    3. ``local_tensors.py``       during a block's forward pass its modules see ``parameter.to_local()``
 
 Everything is installed as forward hooks and instance attributes that a ``copy.deepcopy`` of the model carries along.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -16,21 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_automodel._compat import recorded_outputs
-from lightning_automodel.blocks import find_blocks, outermost, text_config
+from lightning_automodel.blocks import outermost, text_config
 from lightning_automodel.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
-from lightning_automodel.plans import Layout, ParameterLayout
+from lightning_automodel.local_tensors import install_local_tensors
+from lightning_automodel.plans import Layout
 from lightning_automodel.sequence_parallel import Stream, install_sequence_parallel
 from lightning_automodel.styles import Enter, Leave
 
 Transform = Callable[[Tensor], Tensor]
-
-_LOCAL_TENSORS = "_local_tensors_of_tensor_parallel"
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
@@ -247,81 +245,3 @@ def _unshare_hook(index: int) -> Callable:
         return tuple(before if i == index else x for i, x in enumerate(output)) if isinstance(output, tuple) else before
 
     return hook
-
-
-# ---- local tensors ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _LocalTensor:
-    """One parameter that a unit swaps: where it hangs, and how its local tensor is made."""
-
-    module: nn.Module
-    name: str
-    gradient: Placement
-    zero: bool
-    rows: tuple[int, int] | None
-    stream: Stream | None
-    """the gradient is a partial sum only while this stream is cut"""
-
-
-def install_local_tensors(
-    model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, streams: dict[str, Stream] | None = None
-) -> None:
-    """During the forward pass of a block, and of the model for the rest, modules see local tensors as parameters.
-
-    Per unit and not per module, because some parents read a child's weight without calling it.
-    """
-    blocks = find_blocks(model)
-    units: dict[str, list[_LocalTensor]] = {name: [] for name in ("", *blocks)}
-    for module_name, module in model.named_modules():
-        unit = outermost(list(blocks), module_name) or ""
-        for name in module._parameters:
-            parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
-            if parameter_layout is not None:
-                stream = (streams or {}).get(unit) if parameter_layout.sliced else None
-                units[unit].append(_local_tensor(module, name, parameter_layout, tp_mesh, stream))
-    for name, tensors in units.items():
-        unit_module = model.get_submodule(name)
-        setattr(unit_module, _LOCAL_TENSORS, tensors)
-        unit_module.register_forward_pre_hook(_swap_in)
-        unit_module.register_forward_hook(_swap_out, always_call=True)
-
-
-def _local_tensor(
-    module: nn.Module, name: str, layout: ParameterLayout, tp_mesh: DeviceMesh, stream: Stream | None
-) -> _LocalTensor:
-    rank, rows = tp_mesh.get_local_rank(), None
-    if layout.shared_heads:
-        per_head = module.get_parameter(name).shape[0] // layout.shared_heads
-        rows = (rank * layout.shared_heads // tp_mesh.size() * per_head, per_head)
-    return _LocalTensor(module, name, layout.gradient, layout.on_first_rank and rank != 0, rows, stream)
-
-
-def _swap_in(unit: nn.Module, args: tuple) -> None:
-    local: dict[Tensor, Tensor] = {}
-    swapped = []
-    for entry in getattr(unit, _LOCAL_TENSORS):
-        parameter = entry.module._parameters[entry.name]
-        if not isinstance(parameter, DTensor):
-            continue  # a recomputation inside of the forward pass finds the local tensors in place
-        if parameter not in local:
-            local[parameter] = _to_local(parameter, entry)
-        entry.module._parameters[entry.name] = local[parameter]
-        swapped.append((entry.module, entry.name, parameter))
-    unit.__dict__.setdefault("_swapped", []).append(swapped)
-
-
-def _swap_out(unit: nn.Module, args: tuple, output: Any) -> None:
-    swapped: Iterable = unit.__dict__["_swapped"].pop()
-    for module, name, parameter in swapped:
-        module._parameters[name] = parameter
-
-
-def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
-    partial = entry.stream is not None and entry.stream.length is not None
-    local = parameter.to_local(grad_placements=[Partial() if partial else entry.gradient])
-    if entry.rows is not None:
-        return local.narrow(0, *entry.rows)
-    # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.
-    return local * 0 if entry.zero else local

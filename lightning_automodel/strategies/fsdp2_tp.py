@@ -1,6 +1,6 @@
 """The Lightning strategy for tensor parallelism with FSDP2: hooks that call the parallelizer."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat import default_timeout, root_mesh
-from lightning_automodel.config import FSDP2Config
+from lightning_automodel.blocks import find_blocks
+from lightning_automodel.config import LEVERS_OF_BLOCKS, FSDP2Config
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import DP, DP_CP, TP, AutoSize, MeshSizes, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
@@ -157,10 +158,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             yield
 
     def _parallelize(self, module: nn.Module) -> None:
-        precision = self.precision_plugin
-        config = self.config
-        if not _has_plan(module):  # a layer beside the models: whole on every rank of the tp axis
-            config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
+        precision, config = self.precision_plugin, _config_for(module, self.config)
         parallelize(module, self.device_mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
 
     @override
@@ -175,6 +173,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 f"tp={tp}, but {type(self.lightning_module).__name__} holds no Hugging Face model with a "
                 "tensor-parallel plan; use tp=1"
             )
+        _check_levers_of_blocks(self.config, [unit.module for unit in units])
         for unit in units:
             if unit.is_sharded:
                 self._check_mesh(unit)
@@ -222,6 +221,25 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 def _has_plan(module: nn.Module) -> bool:
     """Whether tensor parallelism splits it; a model of transformers without a plan is an error, not a layer."""
     return isinstance(module, PreTrainedModel) or bool(known_rules(module))
+
+
+def _config_for(module: nn.Module, config: FSDP2Config) -> FSDP2Config:
+    """A layer beside the models is whole on every rank of the tp axis, and has no blocks to work on."""
+    if _has_plan(module):
+        return config
+    config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
+    return config if find_blocks(module) else config.without_blocks()
+
+
+def _check_levers_of_blocks(config: FSDP2Config, modules: Sequence[nn.Module]) -> None:
+    """A LightningModule without any block has nothing to checkpoint.
+
+    Raises:
+        ValueError: naming the fields.
+    """
+    changed = [name for name in LEVERS_OF_BLOCKS if getattr(config, name) != getattr(FSDP2Config(), name)]
+    if changed and not any(_has_plan(module) or find_blocks(module) for module in modules):
+        raise ValueError(f"{', '.join(changed)}: the LightningModule holds no repeated blocks, on which it would work")
 
 
 def _product(sizes: Mapping[str, Any]) -> int:
