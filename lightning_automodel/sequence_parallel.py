@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel.blocks import class_names
 from lightning_automodel.calls import Context, Snapshot, keep_for_recomputation
 from lightning_automodel.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, shard_bounds, split
+from lightning_automodel.logs import warn_once
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, SequenceLayout
 
 _LENGTH = "_length_of_whole_sequence"
@@ -86,7 +88,8 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
         for name in blocks:
             streams[name] = stream
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(_enter_block(stream, block, first=name == blocks[0]), with_kwargs=True)
+            enter = _enter_block(stream, block, name, first=name == blocks[0])
+            block.register_forward_pre_hook(enter, with_kwargs=True)
             block.register_forward_hook(_leave_block(stream, last=name == blocks[-1]))
             keep_for_recomputation(block, _stream_again(stream))
             for child, closed in layout.children[name].items():
@@ -99,7 +102,7 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _enter_block(stream: Stream, module: nn.Module, first: bool) -> Callable:
+def _enter_block(stream: Stream, module: nn.Module, block: str, first: bool) -> Callable:
     """The first block cuts the stream; all of them cut what arrives beside it, token by token (per-layer inputs)."""
     names = list(inspect.signature(module.forward).parameters)
     cut_names = {names[0], *STREAM_ARGUMENTS}
@@ -110,6 +113,7 @@ def _enter_block(stream: Stream, module: nn.Module, first: bool) -> Callable:
         known = getattr(value, _LENGTH, None)
         if first and known is None:
             stream.running, stream.length, stream.width = True, _length(stream, value), value.shape[-1]
+            _warn_of_other_streams(block, value)
         elif hasattr(value, _LENGTH):
             stream.length = known
         elif not stream.running:
@@ -149,6 +153,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _length(stream: Stream, value: Tensor) -> int | None:
     """Tokens to cut; ``None`` leaves a stream whole that is too short to cut, as in generation token by token."""
     return value.shape[1] if value.ndim == 3 and value.shape[1] >= 2 * stream.group.size() else None
+
+
+def _warn_of_other_streams(block: str, value: Tensor) -> None:
+    """Such as gemma3n's several, [streams, batch, seq, features]. Compiled graphs have no room for warnings."""
+    if value.ndim != 3 and not torch.compiler.is_compiling():
+        warn_once(
+            f"sequence_parallel=True has no effect on {block} and the blocks behind it: what enters is "
+            f"{list(value.shape)}, and only a residual stream [batch, seq, features] is cut; it stays whole, and exact"
+        )
 
 
 def _leave_block(stream: Stream, last: bool) -> Callable:

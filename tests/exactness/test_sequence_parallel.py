@@ -1,6 +1,7 @@
 """Sequence parallelism against one process: whatever the length, the mask, the positions and the way of running."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from lightning_automodel import logs
 from lightning_automodel.activation import apply_selective_activation_checkpointing
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -209,6 +211,25 @@ def largest_saved_stream(config: FSDP2Config) -> int:
 def test_norms_see_a_slice(pool2: Pool) -> None:
     assert pool2.run(largest_saved_stream, CUT) == [6, 6]
     assert pool2.run(largest_saved_stream, FSDP2Config()) == [12, 12]
+
+
+def warnings_of_three_steps(family: str) -> list[str]:
+    """Runs on each rank."""
+    logs._seen.clear()
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = parallelize(tiny_model(family), mesh, CUT)
+        for _ in range(3):
+            model(**text(torch.randint(3, 100, (2, 12))))
+    return [str(w.message) for w in caught if "sequence_parallel=True has no effect" in str(w.message)]
+
+
+def test_a_stream_that_stays_whole_is_named_once(pool2: Pool) -> None:
+    (message,), others = pool2.run(warnings_of_three_steps, "gemma3n_text")
+    assert "no effect on model.layers.0 and the blocks behind it" in message
+    assert not others
+    assert pool2.run(warnings_of_three_steps, "llama") == [[], []]
 
 
 class Reentrant(nn.Module):
