@@ -75,3 +75,15 @@ GATHERED_BY_THE_ROOT = (
 
 def test_blocks_that_cannot_be_gathered_alone(pool2: Pool) -> None:
     check(pool2.run(errors, {f: Run(sizes={"dp_shard": 2}, schedule=ONE_STEP) for f in GATHERED_BY_THE_ROOT}))
+
+
+def error_in_float64(family: str, run: Run) -> tuple[float, str]:
+    """Runs on each rank."""
+    return differences(family, run, find_inputs(tiny_model(family).train()), double=True).largest
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_composite_models_of_mixed_layers_in_float64(family: str, pool4: Pool) -> None:
+    """Their recurrent layers amplify rounding in float32."""
+    for error, name in pool4.run(error_in_float64, family, Run(sizes=MESH, schedule=Schedule(steps=2))):
+        assert error < 1e-9, name
