@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from tests.support.sizes import SMALL, SPECIAL, TOWER
 
 MOST_PARAMETERS = 20_000_000
-TEXT = ("text_config", "decoder")
+TEXT = ("text_config", "decoder", "dit_config")
 FIRST_SPECIAL_ID = 100
 """Token ids from here on stand for images and their like in a model that reads them, never for text."""
 
@@ -103,7 +103,8 @@ def _tiny_part(name: str, default: PreTrainedConfig, changes: dict[str, Any]) ->
     if default.sub_configs:
         return _tiny_composite(default, SMALL, changes)
     if name in TEXT:
-        return tiny_config(default.model_type, **_special_ids(default), **changes)
+        reads = {"is_decoder": True, "add_cross_attention": True} if name == "decoder" else {}
+        return tiny_config(default.model_type, **_special_ids(default), **reads, **changes)
     return _tiny_composite(default, TOWER, {})
 
 

@@ -1,4 +1,4 @@
-"""Batches with images for any model that reads them: shapes are tried until the model runs and pixels get gradients."""
+"""Batches with images for any model that reads them: shapes are tried until the model runs and looks at the pixels."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ from tests.support.families import FIRST_SPECIAL_ID
 from tests.support.sizes import WIDTH
 
 ROWS, LENGTH, MOST_TOKENS = 2, 48, 40
-TOKEN_FIELDS = ("image_token_id", "image_token_index", "image_patch_id", "img_context_token_id")
+TOKEN_FIELDS = ("image_token_id", "image_token_index", "image_patch_id", "img_context_token_id", "video_token_index")
 TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 PIXEL_ARGUMENTS = ("pixel_values", "flattened_patches", "image_patches", "pixel_values_images", "high_res_pixel_values")
 
@@ -97,12 +97,19 @@ def _problem(model: nn.Module, inputs: Inputs) -> str | None:
     batch = inputs.draw(torch.Generator().manual_seed(0), with_images=True)
     pixels = [batch[name].requires_grad_() for name in PIXEL_ARGUMENTS if name in batch]
     try:
-        grads = torch.autograd.grad(loss_of(model, batch), pixels, allow_unused=True)
+        loss = loss_of(model, batch)
+        grads = torch.autograd.grad(loss, pixels, allow_unused=True)
     except Exception as error:  # whatever a model raises means that this guess is wrong
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not any(grad is not None and grad.norm() > 0 for grad in grads):
-        return "no gradient reaches the pixels"
-    return None
+    if any(grad is not None and grad.norm() > 0 for grad in grads) or _looks_at(model, batch, loss):
+        return None
+    return "the loss does not depend on the pixels"
+
+
+def _looks_at(model: nn.Module, batch: Batch, loss: Tensor) -> bool:
+    """Whether other pixels give another loss: no gradient goes through tokens that a codebook gives for an image."""
+    others = {name: torch.rand(x.shape) if name in PIXEL_ARGUMENTS else x for name, x in batch.items()}
+    return bool(loss_of(model, others) != loss)
 
 
 def _runs_on_text(model: nn.Module, inputs: Inputs) -> bool:
@@ -150,6 +157,7 @@ def _pixel_shapes(size: int, patch: int, grid: int, temporal: int) -> Iterator[t
     yield (1, 3, patch, ROWS * grid * grid * patch)
     yield (ROWS, 1, 4, 3, size, size)
     yield (ROWS, size, size, 3)
+    yield (ROWS * grid * grid, 2 * patch, 2 * patch, 3)
 
 
 def _side_arguments(size: int, grid: int, patch: int) -> dict[str, list[Tensor | None]]:
@@ -166,11 +174,15 @@ def _side_arguments(size: int, grid: int, patch: int) -> dict[str, list[Tensor |
         "image_position_ids": [positions],
         "image_merge_sizes": [torch.ones(ROWS, dtype=torch.long)],
         "image_sizes": [torch.tensor([[size, size]] * ROWS), None],
-        "pixel_attention_mask": [None, torch.ones(ROWS, grid * grid, dtype=torch.long), every],
+        "pixel_attention_mask": [None, torch.ones(ROWS, grid * grid, dtype=torch.long), every, every.bool()],
         "aspect_ratio_ids": [every],
         "aspect_ratio_mask": [every[:, None].expand(-1, -1, 4).contiguous()],
         "cross_attention_mask": [torch.ones(ROWS, LENGTH, 1, 4, dtype=torch.long)],
         "image_attention_mask": [torch.ones(ROWS, LENGTH, 1, dtype=torch.long)],
+        "image_grids": [torch.tensor([[2, 2, 0, 0]] * ROWS)],
+        "image_token_pooling": [torch.arange(ROWS * grid * grid).view(-1, 4)],
+        "image_num_crops": [torch.ones(ROWS, dtype=torch.long)],
+        "bbox": [torch.tensor([0.1, 0.2, 0.5, 0.6]).expand(ROWS, LENGTH, 4).contiguous()],
         "qformer_input_ids": [torch.full((ROWS, 8), 5)],
         "state": [torch.randn(ROWS, 32, generator=torch.Generator().manual_seed(0))],
         "actions": [torch.randn(ROWS, 16, 32, generator=torch.Generator().manual_seed(1))],

@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "topk_group": 1,
     "shared_expert_intermediate_size": 64,
     "decoder_sparse_step": 1,
+    **dict.fromkeys(("moe_hidden_size", "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 64),
     # latent attention
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -50,7 +51,9 @@ SMALL: dict[str, Any] = {
     "chunk_size": 16,
     "mamba_chunk_size": 16,
     # per-layer sizes
-    "global_head_dim": 16,
+    **dict.fromkeys(("global_head_dim", "swa_head_dim"), 16),
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 128,
     "num_kv_shared_layers": 0,
@@ -71,7 +74,9 @@ TOWER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim", "mlp_dim", "d_model"), TOWER_WIDTH),
     **dict.fromkeys(("encoder_ffn_dim", "projection_hidden_dim", "projection_intermediate_size"), TOWER_WIDTH),
     **dict.fromkeys(("patch_embed_hidden_size", "encoder_hidden_size", "hidden_size_global", "d_ff"), TOWER_WIDTH),
-    **dict.fromkeys(("output_channels", "base_channels", "latent_channels"), 32),
+    **dict.fromkeys(("output_channels", "base_channels", "latent_channels", "downsample_hidden_size"), 32),
+    **dict.fromkeys(("codebook_size", "image_token_embed_dim"), 64),
+    "max_img_size": 112,
     **dict.fromkeys(("num_hidden_layers", "depth", "n_layers", "encoder_layers", "num_global_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads", "attention_heads"), 2),
     **dict.fromkeys(("encoder_attention_heads", "resampler_n_heads", "resampler_depth"), 2),
@@ -139,7 +144,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # families without a plan
     "bamba": {"mamba_n_heads": 12, "mamba_d_head": 16},
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
+    "cpmant": {"dim_ff": 128},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "roc_bert": {"shape_vocab_size": 128, "pronunciation_vocab_size": 128},
     **_all("codegen", "gptj", rotary_dim=16),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 12, "n_groups": 2},
@@ -181,10 +191,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     # models that read images
     "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "chameleon_vqgan": {"num_embeddings": 10, "embed_dim": 32, "resolution": 32, "channel_multiplier": [1, 1]},
+    "chameleon_vqgan": {
+        **{"num_embeddings": 10, "embed_dim": 32, "latent_channels": 32, "resolution": 56, "base_channels": 32},
+        "channel_multiplier": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+    },
     "chameleon": {"vocabulary_map": {"<image>": 100, **{f"IMGIMG{chr(65 + i)}Z": 101 + i for i in range(10)}}},
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, TOWER_WIDTH]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], **_LATENT},
+    "diffusion_gemma": {"canvas_length": 16},
     "diffusion_gemma_text": {"top_k_experts": 2},
     "dots3_note_audio_encoder": {"adapter_input_size": TOWER_WIDTH},
     "dots3_note_vision_encoder": {
@@ -200,6 +215,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_groups": [2, 2, 2, 2],
         "window_size": 4,
     },
+    "flint": {"mlp_only_layers": [0]},
     "fuyu": {"image_size": 56, "patch_size": 14},
     "gemma4_unified_vision": {
         "mm_embed_dim": 64,
@@ -212,6 +228,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 0, 1, 1],
         "downsample_rate": "1/2",
     },
+    "janus_vqgan": {"num_embeddings": 16},
     "llama4_text": {"intermediate_size_mlp": 128},
     "llama4_vision_model": {
         "intermediate_size": 256,
@@ -226,7 +243,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     **_all("muse_glimmer", "muse_spark", out_hidden_size=4 * TOWER_WIDTH),
     "muse_spark_audio": {"patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]},
-    **_all("kosmos_2_5_vision_model", "pix2struct_vision_model", patch_embed_hidden_size=588, seq_len=16),
+    "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 588, "seq_len": 16},
+    "instructblipvideo": {"video_token_index": 100},
+    "pi0": {"loss_reduction": "mean", "max_state_dim": 32, "max_action_dim": 32, "chunk_size": 16},
+    "ovis2_vision": {"vocab_size": 64},
+    "pix2struct_text_model": {"d_kv": 24},
+    "pix2struct_vision_model": {"hidden_size": WIDTH, "patch_embed_hidden_size": 588, "seq_len": 16},
     "pp_formulanet_vision": {
         "post_conv_in_channels": 32,
         "post_conv_mid_channels": 48,
