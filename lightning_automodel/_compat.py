@@ -4,12 +4,14 @@ What stands here may break with a new release of these libraries; what stands el
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -24,6 +26,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
@@ -39,6 +42,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.sharding_utils import DtensorShardOperation
+from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from lightning_automodel.shards import local_tensor, pieces
@@ -56,6 +60,9 @@ __all__ = [
     "revert_weight_conversion",
     "root_mesh",
 ]
+
+
+_SELECTED_PATH = "selected_path_of_lightning_automodel"
 
 
 @contextmanager
@@ -87,6 +94,30 @@ def patched_pretrained_loading(
         core_model_loading.DtensorShardOperation = shard_operation  # type: ignore[misc]
         for name, original in originals.items():
             setattr(PreTrainedModel, name, original)
+
+
+def empty_loading_info() -> LoadStateDictInfo:
+    """What ``from_pretrained`` knows after reading files that held exactly what the model needs."""
+    return LoadStateDictInfo(
+        missing_keys=set(),
+        unexpected_keys=set(),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+@contextmanager
+def reports_on_rank_zero() -> Generator[None, None, None]:
+    """Keeps the table of missing and unexpected weights, which transformers logs on every rank, to one."""
+    log = logging.getLogger("transformers.modeling_utils")
+    before = log.disabled
+    log.disabled = before or (dist.is_initialized() and dist.get_rank() != 0)
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _method(function: Callable, original: Callable) -> Callable:
@@ -206,6 +237,28 @@ def bring_own_precision(strategy: type[Strategy], choose: Callable[[str, Precisi
         return original(self)
 
     _AcceleratorConnector._check_and_init_precision = check_and_init_precision  # type: ignore[method-assign]
+
+
+def remember_checkpoint_paths() -> None:
+    """Makes every trainer keep which checkpoint its present call starts from; see :func:`checkpoint_path_of`.
+
+    Trainer keeps it in a local variable until after ``configure_model``, which wants to know whether weights that it
+    would read from elsewhere are about to be overwritten.
+    """
+    original = _CheckpointConnector._select_ckpt_path
+
+    def select(self: _CheckpointConnector, *args: Any, **kwargs: Any) -> Any:
+        path = original(self, *args, **kwargs)
+        vars(self)[_SELECTED_PATH] = path
+        return path
+
+    if not hasattr(original, "__wrapped__"):
+        _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
+
+
+def checkpoint_path_of(trainer: Trainer) -> Any:
+    """The checkpoint that the present call of ``trainer`` starts from, or ``None``."""
+    return vars(trainer._checkpoint_connector).get(_SELECTED_PATH)
 
 
 def overfits(trainer: Trainer) -> bool:

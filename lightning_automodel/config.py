@@ -59,6 +59,8 @@ class FSDP2Config:
             not at all, for frozen towers only.
         chunked_loss: tokens per chunk (1024 is a good start): called with labels, a language model computes its loss
             chunk by chunk from the hidden states, never holds all logits, and returns ``logits=None``. ``None``: off.
+        broadcast_weights: with ``dp_replicate`` > 1, only the first replica reads the files of ``from_pretrained``, and
+            sends its shards to the others: for slow shared disks. ``False``: every replica reads.
         loss_kernel: what computes that loss: "torch", or on CUDA without tp "liger" or "cut_cross_entropy", where
             installed (``chunked_loss`` is then not needed: they choose their own chunks).
     """
@@ -82,6 +84,7 @@ class FSDP2Config:
     fsdp2_forward_prefetch_depth: int = 1
     tower_policy: str = "root"
     chunked_loss: int | None = None
+    broadcast_weights: bool = False
     loss_kernel: str = "torch"
 
     def __post_init__(self) -> None:

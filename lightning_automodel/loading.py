@@ -14,25 +14,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import patched_pretrained_loading
+from lightning_automodel._compat import empty_loading_info, patched_pretrained_loading, reports_on_rank_zero
 from lightning_automodel.blocks import is_kept_in_float32
+from lightning_automodel.logs import warn_once
+from lightning_automodel.reserving import copy_among_replicas, reserve, share
 from lightning_automodel.shards import copy_from_whole
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
 
 @contextmanager
-def sharded_loading(parallelize: Parallelize, device: torch.device) -> Generator[None, None, None]:
+def sharded_loading(
+    parallelize: Parallelize,
+    device: torch.device,
+    replicas: ProcessGroup | None = None,
+    is_restored: Callable[[PreTrainedModel], bool] | None = None,
+) -> Generator[None, None, None]:
     """Within this context ``from_pretrained`` calls ``parallelize`` between building on meta and reading weights.
 
     Args:
         parallelize: makes the model parallel in place, ties included.
         device: where each rank's parameters and the buffers go.
+        replicas: ranks that hold the same shards; the first reads them and sends them to the others.
+        is_restored: whether a checkpoint will overwrite all weights of a model, which are then not read.
     """
 
     def load(
@@ -40,20 +50,47 @@ def sharded_loading(parallelize: Parallelize, device: torch.device) -> Generator
     ) -> Any:
         ties = tie_groups(_tie(model))
         parallelize(model)
-        result = original(model, state_dict, files, replace(load_config, device_map={"": device}), *args)
         model.__dict__["_ties_of_lightning_automodel"] = ties
-        return result
+        if is_restored is not None and is_restored(model):
+            reserve(model, device)
+            return empty_loading_info(), None
+
+        def read() -> Any:
+            _warn_of_pickles(files)
+            return original(model, state_dict, files, replace(load_config, device_map={"": device}), *args)
+
+        return read() if replicas is None else _read_on_first(model, read, device, replicas)
 
     def initialize(original: Callable, model: PreTrainedModel, *args: Any) -> None:
         initialize_missing(model, lambda: original(model, *args))
 
-    def finalize(original: Callable, model: PreTrainedModel, load_config: Any, *args: Any) -> Any:
-        result = original(model, replace(load_config, device_map={"": device}), *args)
+    def finalize(original: Callable, model: PreTrainedModel, load_config: Any, info: Any, *args: Any) -> Any:
+        loaded = set(model.state_dict()) - info.missing_and_mismatched()
+        with reports_on_rank_zero():
+            result = original(model, replace(load_config, device_map={"": device}), info, *args)
+        if replicas is not None:
+            copy_among_replicas(model, sorted(loaded), replicas)
         _check_ties(model, model.__dict__.pop("_ties_of_lightning_automodel", []))
         return result
 
     with patched_pretrained_loading(load=load, initialize=initialize, finalize=finalize):
         yield
+
+
+def _read_on_first(model: PreTrainedModel, read: Callable, device: torch.device, replicas: ProcessGroup) -> Any:
+    result = read() if replicas.rank() == 0 else None
+    result = share(result, replicas)
+    if replicas.rank() != 0:
+        reserve(model, device, missing=result[0].missing_and_mismatched())
+    return result
+
+
+def _warn_of_pickles(files: list[str] | None) -> None:
+    if files and not files[0].endswith(".safetensors"):
+        warn_once(
+            f"{files[0]} is a pickled file, which every rank opens as a whole (memory-mapped where the file allows); "
+            "write it once more with save_pretrained, as safetensors, and each rank reads its slices only"
+        )
 
 
 def initialize_missing(model: nn.Module, initialize: Callable[[], None], buffers: Iterable[Tensor] = ()) -> None:

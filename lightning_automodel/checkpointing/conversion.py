@@ -14,6 +14,7 @@ from lightning_automodel.checkpointing.dcp import StoredTensor
 from lightning_automodel.checkpointing.description import Description, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
 from lightning_automodel.checkpointing.integrity import verify
+from lightning_automodel.checkpointing.names import prefix_of
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.checkpointing.storage import Location
@@ -106,12 +107,11 @@ def _choose(content: Mapping[str, Any], name: str | None, config: str | None, pa
 def _prefix(model: PreTrainedModel, description: Description, state: Mapping[str, Any], path: Location) -> str:
     """What stands before the model's names in the checkpoint."""
     needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
-    candidates = [f"{description.name}."] if description.name else []
-    candidates += sorted({key.removesuffix(needed[0]) for key in state if key.endswith(needed[0])}, key=len)
-    for prefix in candidates:
-        if all(prefix + name in state for name in needed):
-            return prefix
-    prefix = candidates[0] if candidates else ""
+    prefix = f"{description.name}." if description.name else ""
+    if all(prefix + name in state for name in needed):
+        return prefix
+    if (found := prefix_of(needed, set(state))) is not None:
+        return found
     missing = [name for name in needed if prefix + name not in state]
     raise ValueError(
         f"{path} lacks {len(missing)} of {len(needed)} weights of {type(model).__name__}, for example "

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel._compat import bring_own_precision
+from lightning_automodel._compat import bring_own_precision, remember_checkpoint_paths
 from lightning_automodel.strategies.fsdp2_tp import FSDP2TPStrategy
 from lightning_automodel.strategies.precision import choose_precision
 
@@ -10,3 +10,4 @@ StrategyRegistry.register("fsdp2_tp", FSDP2TPStrategy, description=FSDP2TPStrate
 bring_own_precision(FSDP2TPStrategy, choose_precision)
 
 __all__ = ["FSDP2TPStrategy"]
+remember_checkpoint_paths()

@@ -18,11 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat import optimizers_to_device
+from lightning_automodel._compat import checkpoint_path_of, optimizers_to_device
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
+from lightning_automodel.checkpointing.names import prefix_of, stored_names
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import restore_model
 from lightning_automodel.checkpointing.storage import Location
@@ -274,6 +276,18 @@ class SharedHooks(ParallelStrategy):
         self._background.wait()
         path = Location.of(self.broadcast(checkpoint_path))
         return checkpoints.load(path, weights_only, self.lightning_module.trainer)
+
+    def _is_about_to_be_restored(self, model: PreTrainedModel) -> bool:
+        """Whether the checkpoint of this run holds all weights of ``model``, which need not be read from elsewhere.
+
+        Only where a weight that is missing after all would be an error.
+        """
+        assert self.lightning_module is not None
+        path = checkpoint_path_of(self._trainer)
+        if path is None or not self.lightning_module.strict_loading:
+            return False
+        needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
+        return prefix_of(needed, stored_names(Location.of(path))) is not None
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

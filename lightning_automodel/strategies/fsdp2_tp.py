@@ -20,7 +20,7 @@ from lightning_automodel._compat import default_timeout, root_mesh
 from lightning_automodel.blocks import find_blocks
 from lightning_automodel.config import LEVERS_OF_BLOCKS, FSDP2Config
 from lightning_automodel.loading import materialize, sharded_loading
-from lightning_automodel.mesh import DP, DP_CP, TP, AutoSize, MeshSizes, axis, build_mesh, resolve_sizes
+from lightning_automodel.mesh import DP, DP_CP, DP_REPLICATE, TP, AutoSize, MeshSizes, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.sharding import fsdp_roots, reshard
@@ -154,7 +154,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with sharded_loading(self._parallelize, self.root_device):
+        replicas = axis(self.device_mesh, DP_REPLICATE).get_group()
+        is_shared = self.config.broadcast_weights and replicas.size() > 1
+        with sharded_loading(
+            self._parallelize, self.root_device, replicas if is_shared else None, self._is_about_to_be_restored
+        ):
             yield
 
     def _parallelize(self, module: nn.Module) -> None:

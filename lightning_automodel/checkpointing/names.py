@@ -1,0 +1,25 @@
+"""Which weights a checkpoint holds, found without reading them."""
+
+import pickle
+from collections.abc import Iterable
+
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.states import clean_name
+from lightning_automodel.checkpointing.storage import Location
+
+
+def stored_names(path: Location) -> set[str]:
+    """Names in ``state_dict``; none if the checkpoint cannot be read, which loading it will say."""
+    try:
+        return {clean_name(name) for name in read_checkpoint(path)["state_dict"]}
+    except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError):
+        return set()
+
+
+def prefix_of(needed: Iterable[str], stored: set[str]) -> str | None:
+    """What stands before all names of a model in a checkpoint, or ``None`` if it does not hold all of them."""
+    needed = [clean_name(name) for name in needed]
+    if not needed:
+        return None
+    candidates = sorted({name.removesuffix(needed[0]) for name in stored if name.endswith(needed[0])}, key=len)
+    return next((prefix for prefix in candidates if all(prefix + name in stored for name in needed)), None)
