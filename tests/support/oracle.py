@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_automodel import collectives, tensor_parallel
+from lightning_automodel import collectives, local_tensors, tensor_parallel
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.styles import Enter
@@ -133,7 +133,7 @@ class Oracle(TorchFunctionMode):
         try:
             with (
                 mock.patch.object(torch.autograd.Function, "apply", classmethod(typed_apply)),
-                mock.patch.object(tensor_parallel, "_to_local", self._typed_local(tensor_parallel._to_local)),
+                mock.patch.object(local_tensors, "_to_local", self._typed_local(local_tensors._to_local)),
                 mock.patch.object(tensor_parallel, "_enter_function", _typed_share(tensor_parallel._enter_function)),
             ):
                 yield
