@@ -6,9 +6,11 @@ counted once; and how many of these are as large as the whole residual stream, [
 
 import argparse
 import copy
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,10 @@ def describe(length: int) -> list[str]:
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
-        f"1 x {length} tokens, float32, sdpa; {sizes}. CPU ({platform.machine()}), torch {torch.__version__}, "
-        f"transformers {transformers.__version__}. Written by `python -m benchmarks.activation_memory --write`.",
+        f"1 x {length} tokens, float32, sdpa; {sizes}. "
+        f"CPU ({platform.machine()}, {os.cpu_count()} cores), torch {torch.__version__}, "
+        f"transformers {transformers.__version__}; {date.today()}. "
+        "Written by `python -m benchmarks.activation_memory --write`.",
         "",
         "In parentheses: against one process; 0.50 if no rank held what another holds. With sequence parallelism two",
         "streams stay whole: the inputs of attention and feed-forward, gathered for the gradients of their weights.",

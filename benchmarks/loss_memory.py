@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ VARIANTS = {
     "chunked, cut": "ours, in chunks, the vocabulary cut over 2 ranks",
 }
 GRIDS = {
-    "cpu": [(32_000, 4096), (32_000, 32_768), (128_000, 2048), (128_000, 8192), (256_000, 4096)],
+    "cpu": [(32_000, 4096), (32_000, 16_384), (32_000, 32_768), (128_000, 4096), (256_000, 2048)],
     "cuda": [(v, t) for v in (32_000, 128_000, 256_000) for t in (8192, 32_768)],
 }
 
@@ -94,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, help="width of the model; 512 on cpu, 4096 on cuda")
     parser.add_argument("--dtype", help="float32 on cpu, bfloat16 on cuda")
     parser.add_argument("--chunk", type=int, help="tokens per chunk; 256 on cpu, 1024 on cuda")
-    parser.add_argument("--memory", type=float, default=14, help="GiB; what would need more is left out")
+    parser.add_argument("--memory", type=float, default=8, help="GiB; what would need more is left out")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -106,15 +107,16 @@ def parse() -> argparse.Namespace:
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
-    machine = platform.machine() if arguments.device == "cpu" else torch.cuda.get_device_name()
+    on_cpu = arguments.device == "cpu"
+    machine = f"{platform.machine()}, {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name()
     return [
         "# Memory and time of head and loss",
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
         f"hidden {arguments.hidden}, {arguments.dtype}, chunks of {arguments.chunk} tokens, {arguments.device} "
-        f"({machine}), one thread per rank; torch {torch.__version__}, transformers {transformers.__version__}. "
-        f"Written by `python -m benchmarks.loss_memory --device {arguments.device} --write`.",
+        f"({machine}), one thread per rank; torch {torch.__version__}, transformers {transformers.__version__}; "
+        f"{date.today()}. Written by `python -m benchmarks.loss_memory --device {arguments.device} --write`.",
         "",
         *(f"- {name}: {meaning}" for name, meaning in VARIANTS.items()),
         "",

@@ -79,8 +79,8 @@ def get_grad_norm(
     do; a plain tensor is whole on each of them.
 
     Args:
-        parameters: whose ``.grad`` are tensors, or DTensors on meshes inside of the two groups. Ranks may hold empty
-            shards, but must agree on which parameters have gradients.
+        parameters: whose ``.grad`` are tensors, or DTensors on meshes inside of the two groups. A rank may hold empty
+            shards, or no gradient at all.
         dp_cp_group: ranks of the data and context axes (``mesh["dp_cp"].get_group()``); ``None``: only this one.
         tp_group: ranks of the tensor-parallel axis; ``None``: only this one.
         norm_type: order of the norm, positive; may be ``inf``.
@@ -93,12 +93,15 @@ def get_grad_norm(
         ValueError: if the order is not positive.
     """
     _check_order(norm_type)
-    grads = _gradients(parameters)
-    if not grads:
+    parameters = _as_list(parameters)
+    if not parameters:
         return 0.0
     groups = [group for group in (dp_cp_group, tp_group) if group is not None]
     ranks = math.prod(group.size() for group in groups)
-    total = _local_power(grads, norm_type, lambda grad: ranks / _shards(grad), dtype)
+    # A rank without gradients takes part in the sums: others may have some.
+    total = torch.zeros((), device=to_local_if_dtensor(parameters[0]).device, dtype=dtype)
+    if grads := _gradients(parameters):
+        total = _local_power(grads, norm_type, lambda grad: ranks / _shards(grad), dtype).to(total.device)
     for group in groups:
         dist.all_reduce(total, _operation(norm_type), group=group)
     return float(_root(total, norm_type))
@@ -128,9 +131,12 @@ def to_local_if_dtensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [p.grad for p in parameters if p.grad is not None]
+    return [p.grad for p in _as_list(parameters) if p.grad is not None]
 
 
 def _local_power(

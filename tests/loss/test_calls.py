@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
+from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.heads import causal_lm_loss, install_loss
 from lightning_automodel.loss import gather_logits
@@ -121,6 +122,37 @@ def nothing_to_learn(config: dict[str, Any], tp: int) -> None:
     assert not gradient(model).any()
 
 
+# ---- compile ---------------------------------------------------------------------------------------------------------
+
+
+def compiled_blocks() -> None:
+    """With the sequence cut; the graphs are captured, the code is torch's own."""
+    reference, model = make(chunked_loss=4, sequence_parallel=True)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    assert_same_step(model, reference, input_ids=text(), labels=text())
+
+
+def compiled_function() -> None:
+    """The chunked loss inside of a compiled function, its weight cut over the ranks."""
+    torch.manual_seed(0)
+    group, labels = torch.distributed.group.WORLD, torch.randint(9, (8,))
+    hidden, weight = torch.randn(8, 4), torch.randn(9, 4)
+    rows = weight[:5] if group.rank() == 0 else weight[5:]
+
+    def loss(hidden: Tensor, rows: Tensor) -> Tensor:
+        return chunked_linear_cross_entropy(hidden * 2, rows, labels, chunk_size=3, group=group, vocab_size=9)
+
+    found = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        inputs = [hidden.clone().requires_grad_(), rows.clone().requires_grad_()]
+        value = function(*inputs)
+        value.backward()
+        found.append([value, *(x.grad for x in inputs)])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[0][0], cross_entropy(2 * hidden @ weight.T, labels))
+
+
 # ---- robustness ------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +204,15 @@ def models_without_a_causal_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [logits_of_calls, losses_of_users, chunked_returns_no_logits, loss_functions_of_users]
+    "check",
+    [
+        logits_of_calls,
+        losses_of_users,
+        chunked_returns_no_logits,
+        loss_functions_of_users,
+        compiled_blocks,
+        compiled_function,
+    ],
 )
 def test_calls(check: Any, pool2: Pool) -> None:
     pool2.run(check)

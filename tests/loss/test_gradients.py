@@ -1,6 +1,7 @@
 """Norm and clipping of gradients on a mesh, against one vector of all of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm, to_local_if_dtensor
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.loss.cases import for_all
+from tests.support.families import tiny_model
 
 PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1)])
 
@@ -77,6 +81,49 @@ def check_norms() -> None:
 
 def test_norms(pool4: Pool) -> None:
     pool4.run(check_norms)
+
+
+def norm_where_some_have_no_gradient() -> float:
+    """On 2 data ranks, of which one has nothing to add."""
+    mesh = build_mesh(resolve_sizes(2, dp_shard=2), "cpu")
+    value = None if mesh["dp_cp"].get_local_rank() else torch.tensor([2.0, 4.0, 4.0])
+    return get_grad_norm(plain(value), mesh["dp_cp"].get_group(), None)
+
+
+def test_ranks_without_gradients_take_part(pool2: Pool) -> None:
+    assert pool2.run(norm_where_some_have_no_gradient) == pytest.approx([18**0.5] * 2)
+
+
+class Synchronizations(TorchDispatchMode):
+    """Counts what makes the host wait for the device: values that leave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def count_synchronizations() -> tuple[int, int]:
+    """Of a loop of one's own, and of ``clip_grad_norm_``; gradients of a model with every kind of placement."""
+    mesh = build_mesh(resolve_sizes(4, dp_shard=2, tp=2), "cpu")
+    model = parallelize(tiny_model("llama"), mesh)
+    ids = torch.arange(3, 23).view(2, 10)
+    model(input_ids=ids, labels=ids).loss.backward()
+    groups = mesh["dp_cp"].get_group(), mesh["tp"].get_group()
+    with Synchronizations() as own:
+        norm = get_grad_norm(model.parameters(), *groups)
+        clip_grad_by_total_norm_(model.parameters(), norm / 2, norm)
+    with Synchronizations() as stock:
+        clip_grad_norm_(model.parameters(), norm / 4)
+    assert get_grad_norm(model.parameters(), *groups) == pytest.approx(norm / 4, rel=1e-4)
+    return own.count, stock.count
+
+
+def test_one_host_synchronization_or_none(pool4: Pool) -> None:
+    assert pool4.run(count_synchronizations) == [(1, 0)] * 4
 
 
 def plain(value: Tensor | None) -> nn.Parameter:

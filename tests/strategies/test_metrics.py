@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.metrics import Perplexity, TokenAccuracy, TokenCounter
 from lightning_automodel.strategies.metrics import install_log
 from tests.harness.pool import Pool
-from tests.support.training import GLOBAL_BATCH, Memory, Recorder, batches, make_trainer, whole
+from tests.support.training import GLOBAL_BATCH, Memory, Recorder, batches, make_trainer, rows, tiny_llama, whole
 
 STEPS = 3  # odd, so that batch sizes do not divide by the number of ranks
 ROWS = STEPS * GLOBAL_BATCH
@@ -39,6 +40,7 @@ class Logging(Recorder):
         rows, share = len(batch[0]), self.share
         self.log("rows", float(rows), reduce_fx="sum", sync_dist=True)
         self.log("largest", float(share), reduce_fx="max", sync_dist=True)
+        self.log("smallest", float(share + 2), reduce_fx="min", sync_dist=True)
         self.log("integer", torch.tensor(10 * (share + 1)), on_epoch=True, sync_dist=True, batch_size=share + 1)
         self.log("number", 3 * share, on_epoch=True, sync_dist=True)
         self.count(rows)
@@ -83,6 +85,7 @@ def expected(data_size: int) -> dict[str, float]:
         "train_rows": ROWS,
         "rows": ROWS,
         "largest": data_size - 1,
+        "smallest": 2,
         "integer": sum(10 * (i + 1) ** 2 for i in shares) / sum(i + 1 for i in shares),
         "number": 3 * (data_size - 1) / 2,
         "count": ROWS,
@@ -119,6 +122,52 @@ def test_lightning_counts_samples_tp_times_and_inflates_means(pool2: Pool) -> No
     assert (by_tp["rows"], by_tp["count"]) == (2 * ROWS, 2 * ROWS)
     by_data = pool2.run(numbers_of_lightning, 2, 1, trainer=True)[0]
     assert by_data["integer"] == pytest.approx(expected(2)["integer"] * 4.5 / 4)
+
+
+# ---- metrics of language models --------------------------------------------------------------------------------------
+
+
+class Judged(Recorder):
+    """Judges the logits that a call with labels returns: with tp they are cut on the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.perplexity, self.accuracy, self.tokens = Perplexity(), TokenAccuracy(), TokenCounter()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        labels = torch.where(batch[0] % 5 == 0, -100, batch[0])  # not equally many on all data ranks
+        logits = self.model(input_ids=batch[0], labels=labels).logits
+        self.perplexity(logits, labels)
+        self.accuracy.update(logits, labels)
+        self.tokens.update(labels)
+        self.log("perplexity", self.perplexity, on_step=True, on_epoch=True)
+        self.log_dict({"accuracy": self.accuracy, "tokens": self.tokens})
+
+
+def judgements(sizes: dict[str, int], data_size: int) -> dict[str, float]:
+    run = make_trainer(sizes)
+    return dict(run.validate(Judged(), batches(data_size, ROWS), verbose=False)[0])
+
+
+def judgements_of_one_process() -> dict[str, float]:
+    ids = rows(ROWS)
+    labels = torch.where(ids % 5 == 0, -100, ids)
+    logits, targets = tiny_llama()(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    counts = targets != -100
+    return {
+        "perplexity_epoch": torch.nn.functional.cross_entropy(logits, targets).exp().item(),
+        "accuracy": (logits.argmax(-1) == targets)[counts].float().mean().item(),
+        "tokens": (labels != -100).sum().item(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "data_size"), [({"tp": 2}, 1), ({"dp_shard": 2}, 2), ({"dp_replicate": 2, "tp": 2}, 2)]
+)
+def test_metrics_of_logits_that_are_cut(pool2: Pool, pool4: Pool, sizes: dict[str, int], data_size: int) -> None:
+    wanted = judgements_of_one_process()
+    for found in (pool4 if len(sizes) == 2 else pool2).run(judgements, sizes, data_size, trainer=True):
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
 
 
 # ---- what the strategy offers ----------------------------------------------------------------------------------------
