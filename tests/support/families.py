@@ -60,7 +60,7 @@ def tiny_model(family: str, attention: str = "eager", experts: str | None = None
     images = family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto_class: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
     config = tiny_config(family, **changes)
-    config.use_cache = config.get_text_config().use_cache = False
+    config.use_cache = config.get_text_config(decoder=True).use_cache = False
     implementations = {"attn_implementation": attention, **({"experts_implementation": experts} if experts else {})}
     with torch.device("meta"):
         model = auto_class.from_config(config, dtype=torch.float32, **implementations)
