@@ -1,0 +1,101 @@
+"""One GPU: losses in float32 and bfloat16 against float64, their memory, nothing that waits for the device; kernels."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy as reference
+from torch.nn.functional import linear
+
+from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
+from lightning_automodel.deferred import DeferredLogits, LinearRecipe
+from lightning_automodel.gradients import clip_grad_norm_
+from lightning_automodel.kernels import LOSS_KERNELS
+from lightning_automodel.loss import cross_entropy, entropy
+from lightning_automodel.vocabulary import Part
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def problem(dtype: torch.dtype, tokens: int = 300, vocabulary: int = 1000) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight, and labels of which a third does not count."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 64, generator=generator, device="cuda").to(dtype)
+    weight = torch.randn(vocabulary, 64, generator=generator, device="cuda").mul(0.1).to(dtype)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device="cuda")
+    labels[::3] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def assert_same(loss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Loss and gradients, relative to float64."""
+    loss.backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = reference(linear(*exact), labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    for actual, wanted in zip((hidden, weight), exact, strict=True):
+        assert (actual.grad - wanted.grad).norm() < BOUND[hidden.dtype] * wanted.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_whole_logits(dtype: torch.dtype) -> None:
+    hidden, weight, labels = problem(dtype)
+    assert_same(cross_entropy(linear(hidden, weight), labels), hidden, weight, labels)
+    assert entropy(linear(hidden, weight)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_chunks(dtype: torch.dtype) -> None:
+    hidden, weight, labels = problem(dtype)
+    assert_same(chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=128), hidden, weight, labels)
+
+
+def peak(dtype: torch.dtype, chunk: int | None) -> int:
+    """Bytes above what was held before."""
+    hidden, weight, labels = problem(dtype, tokens=4096, vocabulary=32_000)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if chunk is None:
+        cross_entropy(linear(hidden, weight), labels).backward()
+    else:
+        chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk).backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_chunks_take_less_memory(dtype: torch.dtype) -> None:
+    assert peak(dtype, 256) < peak(dtype, None) / 4
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Within this context waiting for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_waits_for_the_device() -> None:
+    hidden, weight, labels = problem(torch.float32)
+    with no_synchronization():
+        cross_entropy(linear(hidden, weight), labels).backward()
+        chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=128).backward()
+        clip_grad_norm_([hidden, weight], 1.0)
+
+
+@pytest.mark.parametrize("kernel", [name for name, (module, _) in LOSS_KERNELS.items() if module])
+def test_kernels(kernel: str) -> None:
+    if find_spec(LOSS_KERNELS[kernel][0]) is None:
+        pytest.skip(f"{LOSS_KERNELS[kernel][1]} is not installed")
+    hidden, weight, labels = problem(torch.bfloat16)
+    recipe = LinearRecipe(
+        hidden=hidden[None], weight=weight, bias=None, part=Part(1000), chunk_size=1, kernel=kernel, owner="test"
+    )
+    loss = DeferredLogits.from_recipe(recipe).loss_sum(labels, -100, 0.0) / (labels != -100).sum()
+    assert_same(loss, hidden, weight, labels)
