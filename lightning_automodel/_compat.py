@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as register_comm_hook
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -47,7 +47,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from lightning_automodel.shards import local_tensor, pieces
 
-# Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
+# Lightning's timeout, move of optimizer states, DDP hooks: strategies are expected to use them, but none is exported.
 __all__ = [
     "OptimizedModule",
     "PrefetchDataFetcher",
@@ -57,6 +57,7 @@ __all__ = [
     "default_timeout",
     "optimizers_to_device",
     "patched_pretrained_loading",
+    "register_comm_hook",
     "revert_weight_conversion",
     "root_mesh",
 ]
@@ -219,7 +220,7 @@ def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_poli
 # ---- choices of Lightning's trainer ----------------------------------------------------------------------------------
 
 
-def bring_own_precision(strategy: type[Strategy], choose: Callable[[str, Precision | None], Precision]) -> None:
+def bring_own_precision(strategy: type, choose: Callable[[str, Precision | None], Precision]) -> None:
     """Lets ``choose`` make the precision plugin of trainers with that strategy.
 
     Lightning has a table of strategies that bring their own plugins (FSDP, DeepSpeed), closed to others. It refuses

@@ -88,12 +88,7 @@ class FSDP2Config:
     loss_kernel: str = "torch"
 
     def __post_init__(self) -> None:
-        for name, default in _COMING.items():
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"FSDP2Config({name}={getattr(self, name)!r}) is not available in this version; "
-                    f"leave {name} at {default!r}"
-                )
+        _refuse_coming(self)
         check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
             if getattr(self, name) < 1:
@@ -103,10 +98,7 @@ class FSDP2Config:
                 )
         if self.tower_policy not in TOWER_POLICIES:
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
-        if self.chunked_loss is not None and self.chunked_loss < 1:
-            raise ValueError(f"chunked_loss={self.chunked_loss} must be at least 1 token; None turns it off")
-        if self.loss_kernel not in LOSS_KERNELS:
-            raise ValueError(f"loss_kernel={self.loss_kernel!r} is not one of {', '.join(LOSS_KERNELS)}")
+        _check_loss(self.chunked_loss, self.loss_kernel)
         resolve_mp_policy(self.mp_policy)
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,6 +109,74 @@ class FSDP2Config:
         """The same for a layer: what works on repeated blocks is left at its default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **{name: defaults[name] for name in LEVERS_OF_BLOCKS})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """Switches of :class:`~lightning_automodel.DDPStrategy`.
+
+    Attributes:
+        activation_checkpointing: as in :class:`FSDP2Config`, and so the next two.
+        activation_checkpointing_scope: of which parts of a composite model.
+        activation_offload: what checkpointed blocks keep waits in host memory (on CUDA).
+        broadcast_buffers: the buffers of rank 0 (running means) replace those of the others before each forward pass.
+            They are equal when training starts in any case.
+        find_unused_parameters: parameters that a step does not use are looked for, in every step. Without it, such a
+            step is an error.
+        static_graph: every step uses the same parameters in the same way, which DDP then learns from the first one.
+            Gradients are then reduced at every micro-batch.
+        bucket_cap_mb: gradients are reduced in parts of this size, in MiB; ``None``: torch's default.
+        gradient_as_bucket_view: gradients lie in the memory that is reduced, and are not copied there.
+        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass. Not available yet.
+        enable_compile: compile each block. Not available yet.
+        read_weights_on_all_ranks: every process reads the files of ``from_pretrained``; by default one process per node
+            does, and the others get the weights from it.
+        chunked_loss: as in :class:`FSDP2Config`.
+        loss_kernel: as in :class:`FSDP2Config`.
+        backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
+    """
+
+    activation_checkpointing: bool | str | list[str] = False
+    activation_checkpointing_scope: str | list[str] = "all"
+    activation_offload: bool = False
+    broadcast_buffers: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    autocast_dtype: str | None = None
+    enable_compile: bool = False
+    read_weights_on_all_ranks: bool = False
+    chunked_loss: int | None = None
+    loss_kernel: str = "torch"
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_coming(self)
+        check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive; None is torch's default")
+        _check_loss(self.chunked_loss, self.loss_kernel)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; values are not copied."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def _refuse_coming(config: Any) -> None:
+    for name, default in _COMING.items():
+        if getattr(config, name, default) != default:
+            raise ValueError(
+                f"{type(config).__name__}({name}={getattr(config, name)!r}) is not available in this version; "
+                f"leave {name} at {default!r}"
+            )
+
+
+def _check_loss(chunked_loss: int | None, loss_kernel: str) -> None:
+    if chunked_loss is not None and chunked_loss < 1:
+        raise ValueError(f"chunked_loss={chunked_loss} must be at least 1 token; None turns it off")
+    if loss_kernel not in LOSS_KERNELS:
+        raise ValueError(f"loss_kernel={loss_kernel!r} is not one of {', '.join(LOSS_KERNELS)}")
 
 
 def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lightning_automodel.config import FSDP2Config
+from lightning_automodel.config import DDPConfig, FSDP2Config
 from lightning_automodel.deferred import DeferredLogits, LinearRecipe
 from lightning_automodel.kernels import check_kernel
 from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy
@@ -73,7 +73,7 @@ def causal_lm_loss(
     return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
-def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config) -> None:
+def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | DDPConfig) -> None:
     """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
 
     For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models.
@@ -121,7 +121,7 @@ def _part_of(head: nn.Linear, tp_mesh: DeviceMesh) -> Part | None:
 
 
 def _install_head(
-    owner: PreTrainedModel, head: nn.Linear, part: Part, tp_mesh: DeviceMesh, config: FSDP2Config | None
+    owner: PreTrainedModel, head: nn.Linear, part: Part, tp_mesh: DeviceMesh, config: FSDP2Config | DDPConfig | None
 ) -> None:
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
@@ -178,7 +178,7 @@ def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tens
     return forward
 
 
-def _deferred_forward(part: Part, config: FSDP2Config, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _deferred_forward(part: Part, config: FSDP2Config | DDPConfig, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         if not _has_labels(self):
             return type(self).forward(self, input)

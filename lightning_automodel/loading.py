@@ -6,7 +6,7 @@
                                                    -> what the files lack is drawn whole, equal on all ranks, and sliced
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ def sharded_loading(
     Args:
         parallelize: makes the model parallel in place, ties included.
         device: where each rank's parameters and the buffers go.
-        replicas: ranks that hold the same shards; the first reads them and sends them to the others.
+        replicas: ranks that hold the same (shards, or the whole model); the first reads and sends it to the others.
         is_restored: whether a checkpoint will overwrite all weights of a model, which are then not read.
     """
 
@@ -78,8 +78,15 @@ def sharded_loading(
 
 
 def _read_on_first(model: PreTrainedModel, read: Callable, device: torch.device, replicas: ProcessGroup) -> Any:
-    result = read() if replicas.rank() == 0 else None
-    result = share(result, replicas)
+    result, error = None, None
+    if replicas.rank() == 0:
+        try:
+            result = read()
+        except Exception as caught:
+            error = caught
+    result, failure = share((result, error and repr(error)), replicas)
+    if failure is not None:
+        raise error or RuntimeError(f"the process that reads the weights for this one failed: {failure}")
     if replicas.rank() != 0:
         reserve(model, device, missing=result[0].missing_and_mismatched())
     return result
@@ -113,7 +120,7 @@ def initialize_missing(model: nn.Module, initialize: Callable[[], None], buffers
     for module, name, parameter in owners:
         module._parameters[name] = whole[parameter]
     initialize()
-    _set_what_is_left(model, {*whole.values(), *buffers})
+    set_what_is_left(model, {*whole.values(), *buffers})
     sliced = {parameter: _slice_like(value, parameter) for parameter, value in whole.items()}
     for module, name, parameter in owners:
         module._parameters[name] = sliced[parameter]
@@ -121,15 +128,15 @@ def initialize_missing(model: nn.Module, initialize: Callable[[], None], buffers
 
 def _unset(like: DTensor) -> nn.Parameter:
     value = torch.empty(like.shape, dtype=like.dtype, device=_real_device(like))
-    return nn.Parameter(_not_a_number(value), requires_grad=like.requires_grad)
+    return nn.Parameter(not_a_number(value), requires_grad=like.requires_grad)
 
 
-def _not_a_number(value: Tensor) -> Tensor:
+def not_a_number(value: Tensor) -> Tensor:
     """Shows what initialization leaves."""
     return value.fill_(torch.nan) if value.is_floating_point() else value
 
 
-def _set_what_is_left(model: nn.Module, unset: set[Tensor]) -> None:
+def set_what_is_left(model: nn.Module, unset: Set[Tensor]) -> None:
     """Some models set values in their constructor only (apertus, its activation's), which a build on meta loses."""
     named = [*model.named_parameters(), *model.named_buffers()]
     left = {name: tensor for name, tensor in named if tensor in unset and tensor.isnan().any()}
@@ -218,14 +225,21 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         ValueError: naming the module, if a plain ``nn.Module`` holds parameters and has no ``reset_parameters``; naming
             parameters that neither initialization nor the constructor sets.
     """
-    buffers = []
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    buffers: list[Tensor] = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = unset = torch.empty_like(buffer, device=device)
-                buffers.append(_not_a_number(unset))
+                buffers.append(not_a_number(unset))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    empty = not_a_number(torch.empty_like(parameter, device=device))
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
     with torch.no_grad():
-        initialize_missing(model, lambda: _initialize(model), buffers)
+        initialize_missing(model, lambda: _initialize(model), [*buffers, *made.values()])
 
 
 def _initialize(model: nn.Module) -> None:

@@ -54,7 +54,8 @@ def _dtype(model: PreTrainedModel, name: str, value: Tensor) -> torch.dtype:
 
 
 def _reserved(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    local = torch.empty_like(local_tensor(value), device=device, dtype=dtype)
+    # Zeros: memory that is not written may hold NaN, and transformers unties what does not equal itself.
+    local = torch.zeros_like(local_tensor(value), device=device, dtype=dtype)
     new: Tensor = local
     if isinstance(value, DTensor):
         new = DTensor.from_local(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel.activation import apply_activation_checkpointing
 from lightning_automodel.blocks import class_names
-from lightning_automodel.config import FSDP2Config
+from lightning_automodel.config import DDPConfig, FSDP2Config
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import broadcast_weights, cast_parameters
 from lightning_automodel.logs import warn_once
@@ -44,9 +44,7 @@ def apply_stages(
     if tp > 1:
         apply_tensor_parallel(model, tp_mesh, layout)
     install_loss(model, tp_mesh, config)
-    _check_offload(config, tp_mesh)
-    mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
-    apply_activation_checkpointing(model, mode, scope, offload=config.activation_offload)
+    apply_levers(model, config, tp_mesh.device_type)
     apply_fsdp2(model, fsdp_mesh, config, mp_policy)
     return model
 
@@ -62,6 +60,13 @@ def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layo
         warn_once(f"sequence_parallel=True does nothing for {class_names(model)[0]}: its plan splits no block")
 
 
-def _check_offload(config: FSDP2Config, mesh: DeviceMesh) -> None:
-    if config.activation_offload and mesh.device_type == "cpu":
+def apply_levers(model: nn.Module, config: FSDP2Config | DDPConfig, device_type: str) -> None:
+    """What is the same whatever the strategy: activation checkpointing.
+
+    Raises:
+        ValueError: if there is nothing that it would change.
+    """
+    if config.activation_offload and device_type == "cpu":
         raise ValueError("activation_offload=True: on CPU activations are in host memory already; use it on CUDA")
+    mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
+    apply_activation_checkpointing(model, mode, scope, offload=config.activation_offload)

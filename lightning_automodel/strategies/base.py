@@ -1,8 +1,8 @@
 """What every strategy of this package does alike: data, evaluation, logged numbers and checkpoints, as Lightning hooks.
 
-A strategy inherits from :class:`SharedHooks` and from one of Lightning's strategies, and says what its ranks are for
-(``data_rank``, ``data_size``, ``data_group``, ``tp_group``) and how the module becomes parallel (``build_parallel``).
-The work is done by the modules beside this one.
+A strategy inherits from :class:`SharedHooks` and from one of Lightning's strategies, and says how large the axes of the
+mesh are (``sizes``) and how the module becomes parallel (``build_parallel``). The work is done by the modules beside
+this one.
 """
 
 from abc import abstractmethod
@@ -13,10 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -34,10 +32,11 @@ from lightning_automodel.strategies.agreement import BatchAgreement
 from lightning_automodel.strategies.compiled import uncompile
 from lightning_automodel.strategies.data import check_training_lengths, install_samplers, process_dataloader
 from lightning_automodel.strategies.evaluation import EvenEvaluation, disable_inference_mode
+from lightning_automodel.strategies.on_mesh import OnMesh
 from lightning_automodel.strategies.random_state import restore_random_state
 
 
-class SharedHooks(ParallelStrategy):
+class SharedHooks(OnMesh):
     """Mixin, to stand before the strategy of Lightning that it completes."""
 
     _save_distributed_checkpoint: bool
@@ -49,26 +48,6 @@ class SharedHooks(ParallelStrategy):
         self._restoration = checkpoints.Restoration()
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()
-
-    @property
-    @abstractmethod
-    def data_size(self) -> int:
-        """Number of ranks that see different samples."""
-
-    @property
-    @abstractmethod
-    def data_rank(self) -> int:
-        """Which share of the samples this rank sees."""
-
-    @property
-    @abstractmethod
-    def data_group(self) -> ProcessGroup:
-        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
-
-    @property
-    @abstractmethod
-    def tp_group(self) -> ProcessGroup:
-        """Ranks that see the same samples."""
 
     @abstractmethod
     def build_parallel(self, module: "pl.LightningModule") -> None:
@@ -118,14 +97,12 @@ class SharedHooks(ParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None
-        assert self.model is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         disable_inference_mode(trainer)
         install_samplers(trainer, self.distributed_sampler_kwargs)
-        self.build_parallel(self.lightning_module)
+        self.build_parallel(self._module)
         self.model_to_device()
-        metrics.reduce_metrics_over(self.model, self.data_group)
+        metrics.reduce_metrics_over(self._module, self.data_group)
         metrics.count_samples_once(trainer, self.data_size)
         self._restoration.end_setup()
         self.barrier()
@@ -184,8 +161,13 @@ class SharedHooks(ParallelStrategy):
 
     @property
     def _trainer(self) -> "pl.Trainer":
+        return self._module.trainer
+
+    @property
+    def _module(self) -> "pl.LightningModule":
+        """What the user passed; ``self.model`` may wrap it, and has other names for its parameters then."""
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -227,6 +209,19 @@ class SharedHooks(ParallelStrategy):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
+    def choose_checkpoints(self, distributed: bool, in_background: bool) -> None:
+        """Folders or plain files, and whether training goes on while a folder is written.
+
+        Raises:
+            ValueError: for files in the background.
+        """
+        self._save_distributed_checkpoint, self._async_save = distributed, in_background
+        if in_background and not distributed:
+            raise ValueError(
+                "async_save=True writes a checkpoint folder; with save_distributed_checkpoint=False use "
+                "Trainer(plugins=AsyncCheckpointIO())"
+            )
+
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -239,13 +234,11 @@ class SharedHooks(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        return checkpoints.model_part(self.model, self._save_distributed_checkpoint)
+        return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.model is not None
-        return checkpoints.optimizer_part(self.model, optimizer, self._save_distributed_checkpoint)
+        return checkpoints.optimizer_part(self._module, optimizer, self._save_distributed_checkpoint)
 
     @override
     def save_checkpoint(
@@ -272,31 +265,27 @@ class SharedHooks(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
         self._background.wait()
         path = Location.of(self.broadcast(checkpoint_path))
-        return checkpoints.load(path, weights_only, self.lightning_module.trainer)
+        return checkpoints.load(path, weights_only, self._trainer)
 
     def _is_about_to_be_restored(self, model: PreTrainedModel) -> bool:
         """Whether the checkpoint of this run holds all weights of ``model``, which need not be read from elsewhere.
 
         Only where a weight that is missing after all would be an error.
         """
-        assert self.lightning_module is not None
         path = checkpoint_path_of(self._trainer)
-        if path is None or not self.lightning_module.strict_loading:
+        if path is None or not self._module.strict_loading:
             return False
         needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
         return prefix_of(needed, stored_names(Location.of(path))) is not None
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.model is not None
-        model = self.model
-        self._restoration.when_set_up(lambda: restore_model(model, checkpoint["state_dict"], strict))
+        module = self._module
+        self._restoration.when_set_up(lambda: restore_model(module, checkpoint["state_dict"], strict))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.model is not None
-        checkpoints.restore_optimizers(self.model, self.optimizers, checkpoint)
+        checkpoints.restore_optimizers(self._module, self.optimizers, checkpoint)
         restore_random_state(checkpoint, self.data_group.rank())

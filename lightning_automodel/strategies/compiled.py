@@ -13,6 +13,6 @@ def uncompile(module: "pl.LightningModule | None") -> "pl.LightningModule | None
         return module
     warn_once(
         f"{type(module).__name__} was passed through torch.compile; it runs uncompiled, because a compiled graph of "
-        "the whole module cannot gather its shards block by block"
+        "the whole module cannot be made parallel block by block"
     )
     return to_uncompiled(module)

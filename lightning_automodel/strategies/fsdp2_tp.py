@@ -1,33 +1,28 @@
 """The Lightning strategy for tensor parallelism with FSDP2: hooks that call the parallelizer."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat import default_timeout, root_mesh
 from lightning_automodel.blocks import find_blocks
-from lightning_automodel.config import LEVERS_OF_BLOCKS, FSDP2Config
+from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading import materialize, sharded_loading
-from lightning_automodel.mesh import DP, DP_CP, DP_REPLICATE, TP, AutoSize, MeshSizes, axis, build_mesh, resolve_sizes
+from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.sharding import fsdp_roots, reshard
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
-from lightning_automodel.strategies.random_state import share_random_state
-from lightning_automodel.strategies.units import Unit, find_units, unwrap_compiled
+from lightning_automodel.strategies.units import Unit, check_levers_of_blocks, find_units, unwrap_compiled
 
 
 class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
@@ -75,12 +70,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         )
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         self._check_requested()
-        self._async_save = async_save
-        if async_save and not save_distributed_checkpoint:
-            raise ValueError(
-                "async_save=True writes a checkpoint folder; with save_distributed_checkpoint=False use "
-                "Trainer(plugins=AsyncCheckpointIO())"
-            )
+        self.choose_checkpoints(save_distributed_checkpoint, async_save)
 
     def _check_requested(self) -> None:
         fixed = {name: size for name, size in self._requested.items() if size != "auto"}
@@ -88,32 +78,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         if sizes.cp > 1:
             raise ValueError(f"cp={sizes.cp}: context parallelism is not available in this version; use cp=1")
 
-    # ---- sizes, mesh and groups --------------------------------------------------------------------------------------
+    # ---- sizes and mesh ----------------------------------------------------------------------------------------------
 
     @property
     def sizes(self) -> MeshSizes:
         """The size of each axis, resolved against the number of processes."""
         return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks that see different samples."""
-        return axis(self.device_mesh, DP).size()
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of the samples this rank sees."""
-        return axis(self.device_mesh, DP).get_local_rank()
-
-    @property
-    def data_group(self) -> ProcessGroup:
-        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
-        return axis(self.device_mesh, DP_CP).get_group()
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        """Ranks that see the same samples."""
-        return axis(self.device_mesh, TP).get_group()
 
     @override
     def _configure_launcher(self) -> None:
@@ -123,33 +93,9 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._setup_distributed()
-        if self._device_mesh is None:
-            self._device_mesh = build_mesh(self.sizes, self.root_device.type)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
-        share_random_state(self.tp_group)
-
-    # ---- precision ---------------------------------------------------------------------------------------------------
-
-    @property
-    def precision_plugin(self) -> FSDP2Precision:
-        """What ``Trainer(precision=...)`` asked for, as FSDP2 does it."""
-        return convert_precision(self._precision_plugin)
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        # Nothing is set before the Trainer does: it takes a plugin that a strategy brings for the user's choice.
-        self._precision_plugin = None if plugin is None else convert_precision(plugin)
+        self.join_mesh()
 
     # ---- building the model ------------------------------------------------------------------------------------------
-
-    @contextmanager
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Neither a default device nor a default dtype: transformers builds on meta by itself, plain layers need real
-        # weights, and buffers must keep their dtype.
-        with torch.device("meta") if empty_init else torch.device("cpu"):
-            yield
 
     @contextmanager
     @override
@@ -177,7 +123,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 f"tp={tp}, but {type(self.lightning_module).__name__} holds no Hugging Face model with a "
                 "tensor-parallel plan; use tp=1"
             )
-        _check_levers_of_blocks(self.config, [unit.module for unit in units])
+        check_levers_of_blocks(self.config, [unit.module for unit in units])
         for unit in units:
             if unit.is_sharded:
                 self._check_mesh(unit)
@@ -233,17 +179,6 @@ def _config_for(module: nn.Module, config: FSDP2Config) -> FSDP2Config:
         return config
     config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
     return config if find_blocks(module) else config.without_blocks()
-
-
-def _check_levers_of_blocks(config: FSDP2Config, modules: Sequence[nn.Module]) -> None:
-    """A LightningModule without any block has nothing to checkpoint.
-
-    Raises:
-        ValueError: naming the fields.
-    """
-    changed = [name for name in LEVERS_OF_BLOCKS if getattr(config, name) != getattr(FSDP2Config(), name)]
-    if changed and not any(_has_plan(module) or find_blocks(module) for module in modules):
-        raise ValueError(f"{', '.join(changed)}: the LightningModule holds no repeated blocks, on which it would work")
 
 
 def _product(sizes: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction under FSDP2."""
+"""Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction, equal under all strategies."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -23,7 +23,7 @@ _COMPUTED = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixe
 
 
 class FSDP2Precision(Precision):
-    """Precision of parameters and compute under FSDP2.
+    """Precision of parameters and compute, as FSDP2 means it; DDP does the same (:mod:`lightning_automodel.casting`).
 
     ============  ==================  =======================================
     precision     parameters stored   compute / reduction of gradients
@@ -34,7 +34,7 @@ class FSDP2Precision(Precision):
     16-mixed      float32             float16 / float32, with loss scaling
     ============  ==================  =======================================
 
-    FSDP2 casts parameters and floating-point inputs; there is no autocast, and buffers keep their dtype.
+    Parameters and floating-point inputs are cast; there is no autocast, and buffers keep their dtype.
 
     Args:
         precision: one of the names above.
@@ -148,7 +148,7 @@ def convert_precision(plugin: Precision | None) -> FSDP2Precision:
     if not isinstance(plugin, FSDP2Precision):
         raise ValueError(
             f"the precision plugin {type(plugin).__name__} (precision={plugin.precision!r}) is not available under "
-            f"this strategy, which leaves dtypes to FSDP2; {_way_out()}"
+            f"this strategy, which casts parameters and inputs itself; {_way_out()}"
         )
     return plugin
 

@@ -1,6 +1,6 @@
 """Finds what a LightningModule holds that must be made parallel: Hugging Face models, and layers beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -8,7 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import OptimizedModule
-from lightning_automodel.blocks import CONTAINERS
+from lightning_automodel.blocks import CONTAINERS, find_blocks
+from lightning_automodel.config import LEVERS_OF_BLOCKS, DDPConfig, FSDP2Config
 from lightning_automodel.logs import warn_once
 
 
@@ -25,13 +26,17 @@ class Unit:
         return isinstance(self.module, FSDPModule)
 
 
-def find_units(root: nn.Module) -> list[Unit]:
+def find_units(root: nn.Module, bare: bool = False) -> list[Unit]:
     """The units below a LightningModule, in the order of registration.
 
+    Args:
+        root: the LightningModule.
+        bare: allow parameters that no unit holds.
+
     Raises:
-        ValueError: for a parameter that no unit holds, since nothing would tell when to gather it.
+        ValueError: for such a parameter, since nothing would tell when to gather it.
     """
-    return list(_units(root, ""))
+    return list(_units(root, "", bare))
 
 
 def unwrap_compiled(root: nn.Module) -> None:
@@ -41,12 +46,28 @@ def unwrap_compiled(root: nn.Module) -> None:
             if isinstance(child, OptimizedModule):
                 warn_once(
                     f"{name} was passed through torch.compile before it was made parallel; it runs uncompiled, "
-                    "because a compiled graph of the whole model cannot gather its shards block by block"
+                    "because a compiled graph of the whole model cannot be made parallel block by block"
                 )
                 setattr(parent, name, child._orig_mod)
 
 
-def _units(module: nn.Module, name: str) -> Iterator[Unit]:
+def check_levers_of_blocks(config: FSDP2Config | DDPConfig, modules: Sequence[nn.Module]) -> None:
+    """A LightningModule without any block has nothing to checkpoint.
+
+    Raises:
+        ValueError: naming the fields.
+    """
+    changed = [name for name in LEVERS_OF_BLOCKS if getattr(config, name) != getattr(type(config)(), name)]
+    if changed and not any(_has_blocks(module) for module in modules):
+        raise ValueError(f"{', '.join(changed)}: the LightningModule holds no repeated blocks, on which it would work")
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """A model of transformers says by itself what it lacks."""
+    return isinstance(module, PreTrainedModel) or bool(find_blocks(module))
+
+
+def _units(module: nn.Module, name: str, bare: bool) -> Iterator[Unit]:
     if isinstance(module, PreTrainedModel | FSDPModule):
         yield Unit(name, module)
         return
@@ -55,13 +76,13 @@ def _units(module: nn.Module, name: str) -> Iterator[Unit]:
         if next(module.parameters(), None) is not None:
             yield Unit(name, module)
         return
-    for parameter_name, _ in module.named_parameters(recurse=False):
+    for parameter_name, _ in () if bare else module.named_parameters(recurse=False):
         raise ValueError(
             f"the parameter {f'{name}.{parameter_name}' if name else parameter_name} belongs to no layer whose forward "
             "is called, so it cannot be sharded; move it into an nn.Module whose forward uses it"
         )
     for child_name, child in module.named_children():
-        yield from _units(child, f"{name}.{child_name}" if name else child_name)
+        yield from _units(child, f"{name}.{child_name}" if name else child_name, bare)
 
 
 def _is_parameter_container(module: nn.Module) -> bool:

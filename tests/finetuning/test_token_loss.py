@@ -1,19 +1,21 @@
 """The gradient of an optimizer step is that of the mean over all its tokens, however they are spread."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM
 from tests.harness.pool import Pool
 
@@ -60,12 +62,18 @@ def _fit(model_dir: str, batches: list[Batch], accumulate: int, **trainer: Any) 
     return module.steps
 
 
-def _fit_share(model_dir: str, shares: list[list[Batch]], accumulate: int, sizes: dict[str, int]) -> list[Step]:
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "sharded": lambda: FSDP2TPStrategy(dp_shard=2),
+    "replicated": lambda: FSDP2TPStrategy(dp_shard=1, dp_replicate=2),
+    "tp": lambda: FSDP2TPStrategy(tp=2),
+    "ddp": DDPStrategy,
+}
+
+
+def _fit_share(model_dir: str, shares: list[list[Batch]], accumulate: int, name: str) -> list[Step]:
     """Runs on a rank: trains on the share of the batches that its data rank has."""
-    rank = int(os.environ["RANK"])
-    strategy = FSDP2TPStrategy(**sizes)
-    share = shares[rank // sizes.get("tp", 1)]
-    return _fit(model_dir, share, accumulate, devices=2, strategy=strategy, use_distributed_sampler=False)
+    share = shares[int(os.environ["RANK"]) * len(shares) // 2]
+    return _fit(model_dir, share, accumulate, devices=2, strategy=STRATEGIES[name](), use_distributed_sampler=False)
 
 
 def _one_big_batch(model_dir: Path, batches: list[Batch]) -> Step:
@@ -99,13 +107,11 @@ def test_a_step_without_targets_has_no_gradient(model_dir: Path) -> None:
     assert all((gradient == 0).all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}, {"tp": 2}], ids=str)
-def test_ranks_with_different_token_counts_equal_one_process(
-    model_dir: Path, pool2: Pool, sizes: dict[str, int]
-) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_with_different_token_counts_equal_one_process(model_dir: Path, pool2: Pool, name: str) -> None:
     batches = _batches(6)
-    shares = [batches[:3], batches[3:]] if "tp" not in sizes else [batches]
-    ranks = pool2.run(_fit_share, str(model_dir), shares, 2, sizes, trainer=True)
+    shares = [batches] if name == "tp" else [batches[:3], batches[3:]]
+    ranks = pool2.run(_fit_share, str(model_dir), shares, 2, name, trainer=True)
     count = len(shares[0])
     for start in range(0, count, 2):
         window = [batch for share in shares for batch in share[start : start + 2]]

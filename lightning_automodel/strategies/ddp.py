@@ -1,0 +1,232 @@
+"""The Lightning strategy for replication: every rank keeps the whole model, and gradients are averaged."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from inspect import signature
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from lightning_automodel._compat import default_timeout, register_comm_hook
+from lightning_automodel.blocks import find_blocks
+from lightning_automodel.casting import install_compute_dtype
+from lightning_automodel.config import DDPConfig
+from lightning_automodel.heads import install_loss
+from lightning_automodel.loading import broadcast_weights, cast_parameters, materialize, sharded_loading
+from lightning_automodel.logs import warn_once
+from lightning_automodel.mesh import TP, AutoSize, MeshSizes, axis, resolve_sizes
+from lightning_automodel.stages import apply_levers
+from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.units import check_levers_of_blocks, find_units, unwrap_compiled
+
+_PREPARED = "_prepared_for_ddp"
+
+
+class DDPStrategy(SharedHooks, LightningDDPStrategy):
+    """Trains any model replicated on every process, with the numbers of one device.
+
+    Args:
+        config: the switches.
+        tp: 1, and so the next three: no axis but the replicas.
+        cp: 1.
+        dp_shard: "auto" or 1.
+        dp_replicate: 1, or all processes.
+        save_distributed_checkpoint: one plain Lightning file (``False``), or a folder. Both load under every strategy.
+        async_save: training goes on while a folder is written.
+        process_group_backend: "nccl", "gloo" or one per device type; ``None``: what ``config.backend`` says.
+        timeout: of every collective.
+        ddp_comm_hook: replaces the reduction of gradients, such as ``fp16_compress_hook`` of torch's
+            ``ddp_comm_hooks``. Under ``bf16-true`` gradients are reduced in float32 unless it says otherwise.
+        ddp_comm_state: first argument of the hook.
+        ddp_comm_wrapper: such as ``fp16_compress_wrapper``, around the hook.
+        model_averaging_period: steps between two averages of all weights, with a ``PostLocalSGDState``.
+
+    Raises:
+        ValueError: for a size that this strategy does not have, or if ``async_save`` comes with a plain file.
+    """
+
+    strategy_name = "automodel_ddp"
+
+    def __init__(
+        self,
+        config: DDPConfig | None = None,
+        tp: int = 1,
+        cp: int = 1,
+        dp_shard: AutoSize = "auto",
+        dp_replicate: int = 1,
+        save_distributed_checkpoint: bool = False,
+        async_save: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_timeout,
+        ddp_comm_hook: Callable | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_wrapper: Callable | None = None,
+        model_averaging_period: int | None = None,
+    ) -> None:
+        for name, size in {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}.items():
+            if size not in (1, "auto"):
+                raise ValueError(
+                    f"DDPStrategy({name}={size}): every process keeps the whole model and its own share of the samples,"
+                    f" and there is no axis of another kind; use FSDP2TPStrategy({name}={size}), or leave {name} out"
+                )
+        self.config = config or DDPConfig()
+        self.choose_checkpoints(save_distributed_checkpoint, async_save)
+        self._readers: ProcessGroup | None = None
+        super().__init__(
+            process_group_backend=process_group_backend or self.config.backend,
+            timeout=timeout,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            **_arguments(self.config),
+        )
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Replicas only."""
+        world = self.num_nodes * self.num_processes
+        return resolve_sizes(world, dp_shard=1, dp_replicate=world)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.join_mesh()
+        if self._readers is None and not self.config.read_weights_on_all_ranks:
+            self._readers, _ = dist.new_subgroups(self.num_processes, timeout=self._timeout)
+
+    # ---- building the model ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        readers = self._readers if self._readers is not None and self._readers.size() > 1 else None
+        with sharded_loading(_leave_whole, self.root_device, readers, self._is_about_to_be_restored):
+            yield
+
+    @override
+    def build_parallel(self, module: "pl.LightningModule") -> None:
+        unwrap_compiled(module)
+        if self._is_fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        units = find_units(module, bare=True)
+        check_levers_of_blocks(self.config, [unit.module for unit in units])
+        for unit in units:
+            _check_plain(unit.name, unit.module)
+            if not hasattr(unit.module, _PREPARED):
+                self._prepare(unit.module)
+                setattr(unit.module, _PREPARED, True)
+        broadcast_weights(module, self.device_mesh)
+
+    def _prepare(self, model: nn.Module) -> None:
+        precision = self.precision_plugin
+        cast_parameters(model, precision.param_dtype)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            materialize(model, self.root_device)
+        if isinstance(model, PreTrainedModel):
+            install_loss(model, axis(self.device_mesh, TP), self.config)
+        if isinstance(model, PreTrainedModel) or find_blocks(model):
+            apply_levers(model, self.config, self.root_device.type)
+        if precision.mp_policy.param_dtype is not None:
+            install_compute_dtype(model, precision.mp_policy.param_dtype)
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING
+
+    # ---- reduction of gradients --------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        if self._is_fitting:
+            self.configure_ddp()  # after the weights of a checkpoint are in place, and the optimizer has its parameters
+            if isinstance(self._ddp_comm_state, PostLocalSGDState):
+                self._enable_model_averaging()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within this context the backward pass keeps its gradients to itself."""
+        if not self.config.static_graph:
+            with super().block_backward_sync():
+                yield
+            return
+        # Within no_sync torch crashes in the first step and stops reducing afterwards (pytorch 143580, 187732). Means
+        # of gradients that are equal already stay what they are, so reducing each time is exact.
+        warn_once("static_graph=True: gradients are reduced at every micro-batch, since torch cannot defer it then")
+        yield
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning does so on CUDA only; gloo calls hooks too.
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._ddp_comm_hook is not None:
+            register_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        elif any(p.requires_grad and p.dtype.itemsize < 4 for p in self.model.parameters()):
+            self.model.register_comm_hook(None, reduce_in_float32)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        unused = "Expected to have finished reduction in the prior iteration"
+        if unused in str(exception):
+            exception.args = (
+                "training_step left parameters that require a gradient unused. If that is meant, freeze them "
+                "(requires_grad_(False) in configure_model), or use DDPConfig(find_unused_parameters=True). "
+                f"torch says: {exception}",
+            )
+
+    @override
+    def teardown(self) -> None:
+        self.model = self.lightning_module  # without the wrapper
+        super().teardown()
+
+
+def reduce_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook: the mean of narrow gradients, computed in float32 as FSDP2 does.
+
+    Args:
+        bucket: gradients of one dtype.
+    """
+    narrow = bucket.buffer()
+    wide = narrow.float().div_(dist.get_world_size())
+    future = dist.all_reduce(wide, async_op=True).get_future()
+    return future.then(lambda done: narrow.copy_(done.value()[0]))
+
+
+def _leave_whole(_: nn.Module) -> None:
+    """Nothing to do between building on meta and reading."""
+
+
+def _arguments(config: DDPConfig) -> dict[str, Any]:
+    """What torch's wrapper is built with. It need not compare and send the weights: ``build_parallel`` has."""
+    # torch 2.13 gave the argument another name, and warns of the old one; without initial sync they are the same.
+    renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    return {
+        "forward_sync_buffers" if renamed else "broadcast_buffers": config.broadcast_buffers,
+        "find_unused_parameters": config.find_unused_parameters,
+        "static_graph": config.static_graph,
+        "bucket_cap_mb": config.bucket_cap_mb,
+        "gradient_as_bucket_view": config.gradient_as_bucket_view,
+        "init_sync": False,
+    }
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(
+            f"{name} was made parallel by another strategy, and this one needs whole parameters on every process; "
+            "build a new LightningModule"
+        )

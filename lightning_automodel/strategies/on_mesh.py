@@ -1,0 +1,91 @@
+"""What a strategy knows of its ranks: the mesh, its groups, and the precision and place in which modules are built."""
+
+from abc import abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_automodel.mesh import DP, DP_CP, TP, MeshSizes, axis, build_mesh
+from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
+from lightning_automodel.strategies.random_state import share_random_state
+
+
+class OnMesh(ParallelStrategy):
+    """A strategy whose ranks are a mesh of the sizes that it says."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._device_mesh: DeviceMesh | None = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    @abstractmethod
+    def sizes(self) -> MeshSizes:
+        """The size of each axis of the mesh."""
+
+    # ---- mesh and groups ---------------------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks, along the axes of :mod:`lightning_automodel.mesh`.
+
+        Raises:
+            RuntimeError: before the processes have met.
+        """
+        if self._device_mesh is None:
+            raise RuntimeError("there is no device mesh before the trainer has started its processes")
+        return self._device_mesh
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that see different samples."""
+        return axis(self.device_mesh, DP).size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank sees."""
+        return axis(self.device_mesh, DP).get_local_rank()
+
+    @property
+    def data_group(self) -> ProcessGroup:
+        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
+        return axis(self.device_mesh, DP_CP).get_group()
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """Ranks that see the same samples."""
+        return axis(self.device_mesh, TP).get_group()
+
+    def join_mesh(self) -> None:
+        """Builds the mesh, once, when the processes have met. Collective."""
+        if self._device_mesh is None:
+            self._device_mesh = build_mesh(self.sizes, self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+        share_random_state(self.tp_group)
+
+    # ---- precision and building --------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> FSDP2Precision:
+        """What ``Trainer(precision=...)`` asked for."""
+        return convert_precision(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # Nothing is set before the Trainer does: it takes a plugin that a strategy brings for the user's choice.
+        self._precision_plugin = None if plugin is None else convert_precision(plugin)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Neither a default device nor a default dtype: transformers builds on meta by itself, plain layers need real
+        # weights, and buffers must keep their dtype.
+        with torch.device("meta") if empty_init else torch.device("cpu"):
+            yield

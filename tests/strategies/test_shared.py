@@ -1,0 +1,96 @@
+"""What is true of one strategy is true of all: the numbers of one process, whatever the strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.harness.pool import Nursery, Pool
+from tests.support.layouts import LAYOUTS
+from tests.support.subjects import FAMILIES, Subject, differences, run_everything, save_families
+
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_families(tmp_path_factory.mktemp("models"))
+
+
+def train(layout: str | None, path: Path, directory: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Runs on each rank: several runs, by name."""
+    results = {}
+    for name, case in cases.items():
+        module = Subject(path / case["family"], case.get("optimizer", "sgd"), case.get("frozen", False))
+        chosen = LAYOUTS[layout] if layout else None
+        strategy = chosen.make(**case.get("arguments", {})) if chosen else "auto"
+        devices, data_size = (chosen.ranks, chosen.data_size) if chosen else (1, 1)
+        results[name] = run_everything(module, strategy, devices, data_size, directory / name)
+    return results
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{family: {"family": family} for family in FAMILIES},
+    "frozen": {"family": "llama", "frozen": True, "optimizer": "adamw"},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Lightning's own strategy for one device."""
+    return Pool(nursery, 1).run(train, None, models, tmp_path_factory.mktemp("one"), CASES, trainer=True)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_everything_equals_one_process(
+    layout: str, expected: dict[str, Any], models: Path, nursery: Nursery, tmp_path: Path
+) -> None:
+    chosen = LAYOUTS[layout]
+    ranks = Pool(nursery, chosen.ranks).run(train, layout, models, tmp_path, CASES, trainer=True, timeout=120)
+    for name in CASES:
+        found = differences(expected[name], [rank[name] for rank in ranks], chosen.data_size)
+        assert {kind: error for kind, error in found.items() if not error <= BOUND} == {}, name
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "export")
+        for key, value in exported.named_parameters():
+            assert value.equal(ranks[0][name]["parameters"][f"model.{key}"]), key
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+CHAIN: list[tuple[str, bool]] = [  # each trains one epoch more; a folder, or a plain file
+    ("ddp-2", False),
+    ("fsdp2-dp2-tp2", True),
+    ("ddp-2", True),
+    ("fsdp2-dp2", False),
+    ("ddp-1", False),
+]
+
+
+def continue_with(layout: str | None, path: Path, directory: Path, epochs: int, **arguments: Any) -> dict[str, Any]:
+    """Runs on each rank: one epoch more than the checkpoint of the last link has."""
+    chosen = LAYOUTS[layout] if layout else None
+    strategy = chosen.make(**arguments) if chosen else "auto"
+    devices, data_size = (chosen.ranks, chosen.data_size) if chosen else (1, 1)
+    resume = directory / f"{epochs - 1}/epoch={epochs - 2}.ckpt" if chosen and epochs > 1 else None
+    module = Subject(path / "llama", "adamw")
+    return run_everything(module, strategy, devices, data_size, directory / str(epochs), epochs, resume)
+
+
+def test_checkpoints_go_from_strategy_to_strategy(models: Path, nursery: Nursery, tmp_path: Path) -> None:
+    count = len(CHAIN)
+    one = Pool(nursery, 1).run(continue_with, None, models, tmp_path / "one", count, trainer=True)[0]
+    per_epoch = len(one["gradients"]) // count
+    for epochs, (layout, folder) in enumerate(CHAIN, start=1):
+        chosen = LAYOUTS[layout]
+        arguments = {"trainer": True, "timeout": 60, "save_distributed_checkpoint": folder}
+        results = Pool(nursery, chosen.ranks).run(continue_with, layout, models, tmp_path, epochs, **arguments)
+        steps = slice((epochs - 1) * per_epoch, epochs * per_epoch)
+        assert results[0]["rates"] == pytest.approx(one["rates"][steps])
+        losses = results[0]["losses"][0]
+        assert losses == pytest.approx(one["losses"][(epochs - 1) * len(one["losses"]) // count], rel=1e-5)
+        assert (tmp_path / str(epochs) / f"epoch={epochs - 1}.ckpt").is_dir() == folder
+    assert results[0]["parameters"].keys() == one["parameters"].keys()
+    for name, value in one["parameters"].items():
+        assert (results[0]["parameters"][name] - value).abs().max() < 1e-5, name
+    assert results[0]["tested"] == pytest.approx(one["tested"], rel=1e-5)

@@ -1,0 +1,30 @@
+"""The layouts that the shared tests run in, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many ranks, how many of them see different samples, and what makes the strategy (keyword arguments added)."""
+
+    ranks: int
+    data_size: int
+    make: Callable[..., Strategy]
+
+
+def _fsdp2(tp: int) -> Callable[..., Strategy]:
+    return lambda **arguments: FSDP2TPStrategy(tp=tp, **arguments)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "ddp-1": Layout(ranks=1, data_size=1, make=DDPStrategy),
+    "ddp-2": Layout(ranks=2, data_size=2, make=DDPStrategy),
+    "ddp-4": Layout(ranks=4, data_size=4, make=DDPStrategy),
+    "fsdp2-dp2": Layout(ranks=2, data_size=2, make=_fsdp2(1)),
+    "fsdp2-dp2-tp2": Layout(ranks=4, data_size=2, make=_fsdp2(2)),
+}
