@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from lightning_automodel.config import DDPConfig, FSDP2Config
 from lightning_automodel.deferred import DeferredLogits, LinearRecipe
@@ -73,11 +73,20 @@ def causal_lm_loss(
     return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
+def masked_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
+    """transformers' ``ForMaskedLMLoss``: as :func:`causal_lm_loss`, with ``t`` judged against label ``t``."""
+    return causal_lm_loss(logits, None, **{**kwargs, "shift_labels": labels})
+
+
+_LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
+
+
 def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | DDPConfig) -> None:
     """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
 
-    For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models.
-    Others (losses of their own, a ``loss_function`` that the user set) stay as they are, with whole logits.
+    For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models, or
+    the one without a shift. Others (losses of their own, a ``loss_function`` that the user set) stay as they are, with
+    whole logits.
 
     Raises:
         ValueError: if the config asks for a loss without logits, and ``model`` cannot have one.
@@ -86,9 +95,9 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | DD
     deferred = config.chunked_loss is not None or config.loss_kernel != "torch"
     found = False
     for owner in model.modules():
-        if not isinstance(owner, PreTrainedModel) or not _has_causal_loss(owner):
+        if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:
             continue
-        owner.loss_function = causal_lm_loss
+        owner.loss_function = loss
         head = _head_of(owner)
         part = _part_of(head, tp_mesh) if isinstance(head, nn.Linear) else None
         if part is not None and (deferred or part.group is not None):
@@ -101,9 +110,10 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | DD
         )
 
 
-def _has_causal_loss(model: PreTrainedModel) -> bool:
+def _loss_for(model: PreTrainedModel) -> Callable[..., Tensor] | None:
+    """What computes the loss of ``model`` in the place of transformers' function, if it calls one of those."""
     forward = inspect.unwrap(type(model).forward)
-    return "loss_function" in forward.__code__.co_names and model.loss_function is ForCausalLMLoss
+    return _LOSSES.get(model.loss_function) if "loss_function" in forward.__code__.co_names else None
 
 
 def _head_of(model: PreTrainedModel) -> Any:
@@ -136,7 +146,7 @@ def _enter_model(model: PreTrainedModel) -> Callable:
 
     def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         labels = args[position] if len(args) > position else kwargs.get("labels")
-        has_labels = labels is not None and model.loss_function is causal_lm_loss
+        has_labels = labels is not None and model.loss_function in _LOSSES.values()
         head = _head_of(model)
         _calls(head).append(has_labels or _has_labels(head))
 
