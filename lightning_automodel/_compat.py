@@ -217,6 +217,40 @@ def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_poli
     )
 
 
+def pending_gradients(unit: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor]]]:
+    """What FSDP2 has accumulated in ``unit`` and not reduced, of each parameter that has it.
+
+    FSDP2 keeps it in attributes of its own until the last micro-batch. Collective over the axes right of FSDP2's, where
+    the gradient of a whole parameter is a partial sum.
+
+    Yields:
+        the sharded parameter; its gradient on this rank, summed over the tensor-parallel ranks; and the function that
+        cuts this rank's shard out of such a tensor.
+    """
+    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+        for held in group.fsdp_params:
+            unsharded = getattr(held, "_unsharded_param", None)
+            if held.unsharded_accumulated_grad is not None:
+                gradient = held.unsharded_accumulated_grad_data
+            elif unsharded is not None and unsharded.grad is not None:
+                gradient = held._get_grad_inner_tensor(unsharded.grad)
+            else:
+                continue
+            yield held.sharded_param, gradient, partial(_own_chunk, mesh=held.mesh_info, dim=held.fsdp_placement.dim)
+
+
+def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
+    chunks = tensor.chunk(mesh.shard_mesh_size, dim)
+    rank = mesh.shard_mesh_rank
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def holds_partial_sums(unit: nn.Module) -> bool:
+    """Whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
+    groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
+    return any(group._partial_reduce_output is not None for group in groups)
+
+
 # ---- choices of Lightning's trainer ----------------------------------------------------------------------------------
 
 
@@ -260,6 +294,18 @@ def remember_checkpoint_paths() -> None:
 def checkpoint_path_of(trainer: Trainer) -> Any:
     """The checkpoint that the present call of ``trainer`` starts from, or ``None``."""
     return vars(trainer._checkpoint_connector).get(_SELECTED_PATH)
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the last training batch was not the last of its optimizer step. Never so with manual optimization."""
+    module = trainer.lightning_module
+    loop = trainer.fit_loop.epoch_loop
+    return (
+        module is not None
+        and module.automatic_optimization
+        and loop.batch_progress.current.ready > 0
+        and loop._should_accumulate()
+    )
 
 
 def overfits(trainer: Trainer) -> bool:

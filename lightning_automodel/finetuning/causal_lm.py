@@ -69,6 +69,7 @@ class CausalLM(L.LightningModule):
             {split: torch.nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity()}) for split in ("val", "test")}
         )
         self._window = TokenWindow()
+        self._window_state: dict[str, Any] = {}
         self._tokens_seen = torch.zeros((), dtype=torch.float64)  # moves to the device with the first step
         self._clock = 0.0
 
@@ -103,7 +104,8 @@ class CausalLM(L.LightningModule):
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
                 scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
-        self._window.reset()
+        self._window.restore(self._window_state, self._data_group, self.device)
+        self._window_state = {}
         self._clock = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -169,12 +171,15 @@ class CausalLM(L.LightningModule):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the number of tokens seen."""
+        """Keeps the number of tokens seen, and those of a step that is not complete."""
         checkpoint["tokens_seen"] = float(self._tokens_seen)
+        if hasattr(self.trainer.strategy, "accumulated_gradients"):  # else they are lost, and so must be their tokens
+            checkpoint["token_window"] = self._window.state(self._data_group)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Goes on counting tokens where the checkpoint stopped."""
         self._tokens_seen = torch.tensor(checkpoint.get("tokens_seen", 0.0), dtype=torch.float64)
+        self._window_state = checkpoint.get("token_window", {})
 
     def _forward(self, batch: Batch, **kwargs: Any) -> Any:
         assert self.model is not None, "configure_model has not run"

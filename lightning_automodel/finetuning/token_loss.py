@@ -1,5 +1,8 @@
 """Losses weighed by tokens: over an optimizer step while training, over a whole data set while evaluating."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,6 +62,24 @@ class TokenWindow:
     def reset(self) -> None:
         """Forgets an unfinished window."""
         self._sums = None
+
+    def state(self, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """The window so far, summed over ``group``. Collective. Empty between windows."""
+        if self._sums is None:
+            return {}
+        sums = self._sums.clone()
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        return {"capacity": self.capacity, "sums": sums.tolist()}
+
+    def restore(self, state: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Goes on where :meth:`state` was taken, on any number of ranks: the first of ``group`` holds all sums."""
+        self.reset()
+        if state:
+            self.capacity = state["capacity"]
+            is_first = group is None or group.rank() == 0
+            values = state["sums"] if is_first else [0.0, 0.0]
+            self._sums = torch.tensor(values, dtype=torch.float64, device=device)
 
 
 class TokenLoss(Metric):

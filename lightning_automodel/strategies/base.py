@@ -14,14 +14,16 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat import checkpoint_path_of, optimizers_to_device
+from lightning_automodel._compat import checkpoint_path_of, is_accumulating, optimizers_to_device
+from lightning_automodel.accumulation import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
+from lightning_automodel.checkpointing.folder import GRADIENTS
 from lightning_automodel.checkpointing.names import prefix_of, stored_names
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import restore_model
@@ -33,6 +35,7 @@ from lightning_automodel.strategies.compiled import uncompile
 from lightning_automodel.strategies.data import check_training_lengths, install_samplers, process_dataloader
 from lightning_automodel.strategies.evaluation import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.on_mesh import OnMesh
+from lightning_automodel.strategies.positions import choose_position
 from lightning_automodel.strategies.random_state import restore_random_state
 
 
@@ -45,6 +48,7 @@ class SharedHooks(OnMesh):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._background = BackgroundSaver()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         self._restoration = checkpoints.Restoration()
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()
@@ -142,6 +146,9 @@ class SharedHooks(OnMesh):
     def on_train_start(self) -> None:
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self._agreement.start()
+        for parameter, gradient in self._gradients.items():  # not earlier: the trainer zeroes them before it starts
+            parameter.grad = gradient
+        self._gradients = {}
 
     @override
     def on_validation_start(self) -> None:
@@ -247,6 +254,8 @@ class SharedHooks(OnMesh):
         assert self.lightning_module is not None
         path = Location.of(self.broadcast(filepath))
         checkpoint = {**checkpoint, DESCRIPTIONS: describe_models(self.lightning_module)}
+        if "optimizer_states" in checkpoint and is_accumulating(self._trainer):
+            checkpoint[GRADIENTS] = self.accumulated_gradients()
         if not self._save_distributed_checkpoint:
             checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)
             return
@@ -267,7 +276,13 @@ class SharedHooks(OnMesh):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._background.wait()
         path = Location.of(self.broadcast(checkpoint_path))
-        return checkpoints.load(path, weights_only, self._trainer)
+        checkpoint = checkpoints.load(path, weights_only, self._trainer)
+        choose_position(checkpoint, self.data_group.rank(), self.data_group.size())
+        return checkpoint
+
+    def accumulated_gradients(self) -> dict[str, Tensor]:
+        """What the micro-batches of an optimizer step have accumulated so far, for a checkpoint between them."""
+        return checkpoints.gradient_part(self._module, self.data_group, self._save_distributed_checkpoint)
 
     def _is_about_to_be_restored(self, model: PreTrainedModel) -> bool:
         """Whether the checkpoint of this run holds all weights of ``model``, which need not be read from elsewhere.
@@ -288,4 +303,5 @@ class SharedHooks(OnMesh):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.restore_optimizers(self._module, self.optimizers, checkpoint)
+        self._gradients = read_gradients(self._module, checkpoint.get(GRADIENTS, {}))
         restore_random_state(checkpoint, self.data_group.rank())

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from lightning_automodel.accumulation import collect_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.folder import GRADIENTS, contents_of, on_rank_zero, save_folder
 from lightning_automodel.checkpointing.integrity import verify
@@ -25,6 +26,7 @@ from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import gather_state, model_state, optimizer_state, restore_optimizer
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.strategies.positions import POSITIONS, collect_positions
 from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
 
 Checkpoint = dict[str, Any]
@@ -104,7 +106,8 @@ def save_file(
 
 def _complete(checkpoint: Mapping[str, Any], data_group: ProcessGroup) -> Checkpoint:
     others: Checkpoint = {key: value for key, value in checkpoint.items() if key not in SHARDED}
-    return {**checkpoint, **gather_state(others), RANDOM_STATES: collect_random_states(data_group)}
+    states = {RANDOM_STATES: collect_random_states(data_group), POSITIONS: collect_positions(checkpoint, data_group)}
+    return {**checkpoint, **gather_state(others), **states}
 
 
 def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer") -> Checkpoint:
@@ -138,6 +141,12 @@ def restore_optimizers(model: nn.Module, optimizers: list[Optimizer], checkpoint
         )
     for optimizer, state in zip(optimizers, states, strict=True):
         restore_optimizer(model, optimizer, state)
+
+
+def gradient_part(model: nn.Module, data_group: ProcessGroup, distributed: bool) -> Checkpoint:
+    """The entry ``gradients`` of a checkpoint between two micro-batches of one optimizer step. Collective."""
+    gradients = collect_gradients(model, data_group)
+    return gradients if distributed else _on_zero(gather_state(gradients))
 
 
 def _on_zero(state: Any) -> Any:

@@ -10,7 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM, TextDataModule, WarmupCosine
+from lightning_automodel.finetuning.loader import ResumableLoader
+from tests.harness.pool import Pool
 
 Batch = dict[str, torch.Tensor]
 
@@ -153,3 +156,32 @@ def test_a_schedule_without_an_end_is_refused(model_dir: Path, tmp_path: Path) -
     for arguments in ({"warmup": -1.0}, {"final": 2.0}, {"total_steps": 0}):
         with pytest.raises(ValueError, match=r"WarmupCosine\("):
             WarmupCosine(optimizer, **arguments)  # type: ignore[arg-type]
+
+
+class _SaveAfter(L.Callback):
+    def __init__(self, path: Path, count: int) -> None:
+        self.path = path
+        self.count = count
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
+            trainer.save_checkpoint(self.path)
+
+
+def _train_from(model_dir: Path, path: Path, resume: Path | None) -> dict[str, torch.Tensor]:
+    module = CausalLM(str(model_dir), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), lr_scheduler=None)
+    loader = ResumableLoader(_batches(6), batch_size=None)  # type: ignore[arg-type]
+    settings = {"devices": 2, "strategy": FSDP2TPStrategy(tp=2), "max_steps": -1, "max_epochs": 1}
+    trainer = _trainer(
+        path.parent, callbacks=[_SaveAfter(path, 2)], accumulate_grad_batches=3, enable_checkpointing=False, **settings
+    )
+    trainer.fit(module, loader, ckpt_path=resume)
+    return {name: p.full_tensor().detach() for name, p in module.named_parameters()}
+
+
+def test_a_step_that_was_interrupted_weighs_all_its_tokens(pool2: Pool, model_dir: Path, tmp_path: Path) -> None:
+    """The checkpoint lies between its second and third micro-batch, which have different numbers of targets."""
+    path = tmp_path / "two.ckpt"
+    expected = pool2.run(_train_from, model_dir, path, None, trainer=True)[0]
+    actual = pool2.run(_train_from, model_dir, tmp_path / "x.ckpt", path, trainer=True)[0]
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())

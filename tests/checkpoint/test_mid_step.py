@@ -1,0 +1,89 @@
+"""A checkpoint between the micro-batches of an optimizer step, in the middle of an epoch, goes on exactly there."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_automodel.finetuning.loader import ResumableLoader
+from tests.harness.pool import Nursery, Pool
+from tests.support.training import GLOBAL_BATCH, Recorder, make_trainer, rows, whole_parameters, world_size
+
+ACCUMULATE = 3
+BATCHES = 8  # of an epoch: steps after the batches 3, 6 and 8
+
+
+class SaveAfter(Callback):
+    """Saves when ``count`` batches are through."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.path = path
+        self.count = count
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
+            trainer.save_checkpoint(self.path)
+
+
+class AdamRecorder(Recorder):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def run(sizes: dict[str, Any], path: Path, save_after: int | None, resume: Path | None = None) -> dict[str, Any]:
+    module = AdamRecorder()
+    callbacks = [] if save_after is None else [SaveAfter(path, save_after)]
+    size = GLOBAL_BATCH // (world_size() // sizes.get("tp", 1))
+    loader = ResumableLoader(TensorDataset(rows(BATCHES * GLOBAL_BATCH)), batch_size=size, shuffle=True)
+    settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
+    make_trainer(sizes, callbacks=callbacks, **settings).fit(module, loader, ckpt_path=resume)
+    return {"losses": module.losses, "parameters": whole_parameters(module)}
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items())
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_it_goes_on_there(nursery: Nursery, pool2: Pool, pool4: Pool, tmp_path: Path, distributed: bool) -> None:
+    """Two of three micro-batches are through in the second epoch, on tp=2; one of three on dp_shard=2, where the sum
+    over the ranks is then made in two parts.
+    """
+    one = Pool(nursery, 1).run(run, {}, tmp_path, None, trainer=True)[0]
+    for sizes, count, bound in (({"tp": 2}, BATCHES + 5, 0.0), ({}, 4, 1e-6)):
+        path = tmp_path / f"{count}.ckpt"
+        arguments = {**sizes, "save_distributed_checkpoint": distributed}
+        whole = pool2.run(run, arguments, path, count, trainer=True)[0]
+        assert largest_difference(whole, one) < 1e-5
+        again = pool2.run(run, sizes, path, None, resume=path, trainer=True)[0]
+        assert again["losses"] == pytest.approx(whole["losses"][count:], abs=bound)
+        assert largest_difference(again, whole) <= bound
+        other = pool4.run(run, {"tp": 2, "dp_replicate": 2}, path, None, resume=path, trainer=True)[0]
+        assert other["losses"] == pytest.approx(one["losses"][count:], abs=1e-5)
+        assert largest_difference(other, one) < 1e-5
+
+
+def run_with_torchdata(path: Path, resume: Path | None) -> dict[str, Any]:
+    """Each data rank draws its own order."""
+    module = AdamRecorder()
+    shuffle = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    loader = StatefulDataLoader(TensorDataset(rows()), batch_size=2, shuffle=True, generator=shuffle)
+    trainer = make_trainer({}, callbacks=[SaveAfter(path, 3)], max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, loader, ckpt_path=resume)
+    return {"losses": module.losses, "parameters": whole_parameters(module)}
+
+
+def test_every_data_rank_has_its_own_position(pool2: Pool, tmp_path: Path) -> None:
+    whole = pool2.run(run_with_torchdata, tmp_path / "3.ckpt", None, trainer=True)
+    again = pool2.run(run_with_torchdata, tmp_path / "x.ckpt", tmp_path / "3.ckpt", trainer=True)
+    for rank in range(2):
+        assert again[rank]["losses"] == whole[rank]["losses"][3:]
+        assert largest_difference(again[rank], whole[rank]) == 0
