@@ -31,6 +31,11 @@ METADATA = "meta.pt"
 ALIASES = "lightning_automodel_aliases"
 GRADIENTS = "gradients"
 """Entry of a checkpoint that was saved between the micro-batches of an optimizer step."""
+CURRENT = "current_model_state"
+"""Entry of a checkpoint of Lightning's ``WeightAveraging``, whose ``state_dict`` is the average."""
+TREES = (GRADIENTS, CURRENT)
+SHARDED = ("state_dict", "optimizer_states", *TREES)
+"""Entries whose tensors are written in parts."""
 Checkpoint = dict[str, Any]
 
 
@@ -48,8 +53,8 @@ class Contents:
 
 
 def contents_of(checkpoint: Mapping[str, Any]) -> Contents:
-    """Splits a checkpoint: tensors in ``state_dict``, ``gradients`` and ``optimizer_states`` are written by the ranks
-    that hold them, all else by rank 0. Nothing is copied but what is not a tensor. Collective.
+    """Splits a checkpoint: tensors in the entries ``SHARDED`` are written by ranks that hold them, all else by rank 0.
+    Nothing is copied but what is not a tensor. Collective.
     """
     tensors, rest = _split(checkpoint)
     metadata = on_rank_zero(lambda: _serialize(rest))
@@ -113,8 +118,9 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[Checkpoint, Checkpoint]:
         split = [_take_tensors(optimizer) for optimizer in checkpoint["optimizer_states"]]
         rest["optimizer_states"] = [others for _, others in split]
         result.update({f"optimizer_{i}": tensors for i, (tensors, _) in enumerate(split)})
-    if GRADIENTS in checkpoint:
-        result[GRADIENTS], rest[GRADIENTS] = _take_tensors(checkpoint[GRADIENTS])
+    for entry in TREES:
+        if entry in checkpoint:
+            result[entry], rest[entry] = _take_tensors(checkpoint[entry])
     return result, rest
 
 

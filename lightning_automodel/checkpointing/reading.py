@@ -5,7 +5,7 @@ import pickle
 import torch
 
 from lightning_automodel.checkpointing.dcp import list_tensors
-from lightning_automodel.checkpointing.folder import ALIASES, GRADIENTS, METADATA, Checkpoint
+from lightning_automodel.checkpointing.folder import ALIASES, METADATA, TREES, Checkpoint
 from lightning_automodel.checkpointing.storage import Location
 
 
@@ -45,8 +45,9 @@ def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
     state = checkpoint.setdefault("state_dict", {})
     _merge(state, stored.pop("state_dict", {}))
     state.update({alias: state[name] for alias, name in checkpoint.pop(ALIASES, {}).items()})
-    if GRADIENTS in stored:
-        _merge(checkpoint[GRADIENTS], stored.pop(GRADIENTS))
+    for entry in TREES:
+        if entry in stored:
+            _merge(checkpoint[entry], stored.pop(entry))
     if stored:
         states = checkpoint.setdefault("optimizer_states", [{} for _ in stored])
         for i, optimizer in enumerate(states):

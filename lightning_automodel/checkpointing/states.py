@@ -29,11 +29,16 @@ def model_state(model: nn.Module) -> State:
     """Parameters and persistent buffers by name, without copies; names of one parameter share one tensor."""
     detached: dict[int, Tensor] = {}
     state: State = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in named_state(model).items():
         if isinstance(value, Tensor):
             value = detached.setdefault(id(value), value.detach())
-        state[clean_name(name)] = value
+        state[name] = value
     return state
+
+
+def named_state(model: nn.Module) -> State:
+    """The parameters and persistent buffers themselves, by the names that they have in a checkpoint."""
+    return {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:

@@ -29,7 +29,7 @@ from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import restore_model
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.logs import logger
-from lightning_automodel.strategies import checkpoints, metrics
+from lightning_automodel.strategies import averaging, checkpoints, metrics
 from lightning_automodel.strategies.agreement import BatchAgreement
 from lightning_automodel.strategies.compiled import uncompile
 from lightning_automodel.strategies.data import check_training_lengths, install_samplers, process_dataloader
@@ -76,12 +76,14 @@ class SharedHooks(OnMesh):
     def connect(self, model: "pl.LightningModule") -> None:
         super().connect(model)
         metrics.install_log(model)
+        averaging.adapt(self._callbacks)
         self._restoration.begin()
 
     @override
     def teardown(self) -> None:
         if self.lightning_module is not None:
             metrics.remove_log(self.lightning_module)
+            averaging.restore(self._callbacks)
         self._end_background_save()
         super().teardown()
 
@@ -111,6 +113,7 @@ class SharedHooks(OnMesh):
         self._restoration.end_setup()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            averaging.begin(self._callbacks, self._module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -169,6 +172,10 @@ class SharedHooks(OnMesh):
     @property
     def _trainer(self) -> "pl.Trainer":
         return self._module.trainer
+
+    @property
+    def _callbacks(self) -> list["pl.Callback"]:
+        return self._trainer.callbacks  # type: ignore[attr-defined]
 
     @property
     def _module(self) -> "pl.LightningModule":
@@ -279,6 +286,10 @@ class SharedHooks(OnMesh):
         checkpoint = checkpoints.load(path, weights_only, self._trainer)
         choose_position(checkpoint, self.data_group.rank(), self.data_group.size())
         return checkpoint
+
+    def state_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A tree of sharded tensors as it goes into a checkpoint: shards, or all on rank 0. Collective."""
+        return checkpoints.state_part(state, self._save_distributed_checkpoint)
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
         """What the micro-batches of an optimizer step have accumulated so far, for a checkpoint between them."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.accumulation import collect_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
-from lightning_automodel.checkpointing.folder import GRADIENTS, contents_of, on_rank_zero, save_folder
+from lightning_automodel.checkpointing.folder import SHARDED, contents_of, on_rank_zero, save_folder
 from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.staging import remove_checkpoint
@@ -30,10 +30,6 @@ from lightning_automodel.strategies.positions import POSITIONS, collect_position
 from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
 
 Checkpoint = dict[str, Any]
-
-
-SHARDED = ("state_dict", "optimizer_states", GRADIENTS)
-"""Entries whose tensors each rank writes its part of."""
 
 
 class Restoration:
@@ -65,7 +61,11 @@ class Restoration:
 
 def model_part(model: nn.Module, distributed: bool) -> Checkpoint:
     """The entry ``state_dict`` of a checkpoint: this rank's shards, or all on rank 0 and nothing elsewhere."""
-    state = model_state(model)
+    return state_part(model_state(model), distributed)
+
+
+def state_part(state: Checkpoint, distributed: bool) -> Checkpoint:
+    """A tree of tensors as it goes into a checkpoint of either kind. Collective."""
     return state if distributed else _on_zero(gather_state(state))
 
 
@@ -145,8 +145,7 @@ def restore_optimizers(model: nn.Module, optimizers: list[Optimizer], checkpoint
 
 def gradient_part(model: nn.Module, data_group: ProcessGroup, distributed: bool) -> Checkpoint:
     """The entry ``gradients`` of a checkpoint between two micro-batches of one optimizer step. Collective."""
-    gradients = collect_gradients(model, data_group)
-    return gradients if distributed else _on_zero(gather_state(gradients))
+    return state_part(collect_gradients(model, data_group), distributed)
 
 
 def _on_zero(state: Any) -> Any:

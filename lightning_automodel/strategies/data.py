@@ -116,9 +116,11 @@ def install_samplers(trainer: "pl.Trainer", sampler_kwargs: dict[str, Any]) -> N
     """
 
     def choose(dataloader: DataLoader, shuffle: bool, mode: RunningStage | None) -> DistributedSampler:
+        # Trainer shuffles all training data that it shards; one device would see it in the order that the user gave.
+        in_order = isinstance(dataloader.sampler, SequentialSampler) or overfits(trainer)
         return share_of_sampler(
             dataloader,
-            shuffle=shuffle and not overfits(trainer),
+            shuffle=shuffle and not in_order,
             equal=mode == RunningStage.TRAINING,
             **sampler_kwargs,
         )
