@@ -20,7 +20,7 @@ from lightning_automodel.saving import SELECTIVE, Contexts, keeping_routes, savi
 MODES = ("full", "selective", "submodule")
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _BLOCK = "_block_of_checkpointed_part"
 
 Mode = bool | str | Sequence[str]
@@ -75,31 +75,15 @@ def apply_activation_checkpointing(
         raise ValueError(_nothing_found(model, scope))
     for block in asked:
         if block not in chosen:
-            wrap_forward(block, _checkpointed(block, "full", offload))
+            _install(block, block, "full", offload)
     for block in chosen:
         for part in _parts(block) if mode == "submodule" else [block]:
-            part.__dict__[_BLOCK] = block
-            wrap_forward(part, _checkpointed(part, mode, offload))
+            _install(part, block, mode, offload)
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks of the language model, whose activations are worth recomputing; those of towers are not among them."""
     return _blocks_in(model, ["language"])
-
-
-def apply_selective_activation_checkpointing(model: nn.Module, enable_compile: bool = False) -> None:
-    """``apply_activation_checkpointing(model, "selective", "language")``, under the name that other tools use.
-
-    Args:
-        model: before or after it was made parallel; changed in place.
-        enable_compile: not available yet.
-
-    Raises:
-        ValueError: if ``enable_compile`` is set, or the model has no blocks.
-    """
-    if enable_compile:
-        raise ValueError("enable_compile=True is not available in this version; leave it at False")
-    apply_activation_checkpointing(model, "selective", "language")
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
@@ -146,27 +130,45 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 # ---- one module ------------------------------------------------------------------------------------------------------
 
 
+def _install(part: nn.Module, block: nn.Module, mode: Mode, offload: bool) -> None:
+    part.__dict__[_BLOCK] = block
+    wrap_forward(part, _checkpointed(part, mode, offload))
+
+
 def _checkpointed(module: nn.Module, mode: Mode, offload: bool) -> Around:
-    contexts: list[Contexts] = [keeping_routes] if _may_route(module) else []
-    if mode == "selective":
-        contexts.append(saving(SELECTIVE))
-    elif not isinstance(mode, bool | str):
-        contexts.append(saving(tuple(mode)))
+    names: tuple[str, ...] = SELECTIVE if mode == "selective" else () if isinstance(mode, bool | str) else tuple(mode)
+    routes = _may_route(module)
+    eager = [*([keeping_routes] if routes else []), *([saving(names)] if names else [])]
+    in_graph: dict[str, Any] = {"context_fn": saving((*names, "routing"))} if names or routes else {}
 
     def checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if not getattr(module, "_can_checkpoint_with_cache", False):
-            # A cache would be written a second time.
-            kwargs |= {name: None for name in _CACHES if name in kwargs}
-            kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
-        as_now = recomputation_context(module.__dict__.get(_BLOCK, module))
+            kwargs = without_cache(kwargs)  # it would be written a second time
+        if torch.compiler.is_compiling():  # the graph holds both passes: nothing has to be put in place again
+            return checkpoint(forward, *args, use_reentrant=False, **in_graph, **kwargs)
+        as_now = recomputation_context(module.__dict__[_BLOCK])
         with _kept_on_host(args) if offload else nullcontext():
-            return checkpoint(
-                forward, *args, use_reentrant=False, context_fn=lambda: _nested(contexts, as_now), **kwargs
-            )
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: _nested(eager, as_now), **kwargs)
 
     return checkpointed
+
+
+def has_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a block is called with a cache of keys and values."""
+    return any(kwargs.get(name) is not None for name in _CACHES)
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a block, without the cache of keys and values that transformers' configs ask for by default."""
+    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    return kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
+
+
+def is_checkpointed(block: nn.Module) -> bool:
+    """Whether the block or a part of it is computed again in the backward pass."""
+    return any(_BLOCK in module.__dict__ for module in block.modules())
 
 
 class _Nested(AbstractContextManager):

@@ -35,7 +35,7 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         previous = self.__dict__[_INNER][depth]
-        call = MethodType(type(self).forward, self) if previous is None else previous
+        call = functools.partial(type(self).forward, self) if previous is None else previous
         return around(self, call, args, kwargs)
 
     module.forward = MethodType(forward, module)

@@ -13,13 +13,16 @@ from lightning_automodel.activation import check_checkpointing
 from lightning_automodel.kernels import LOSS_KERNELS
 
 _COMING = {
-    "patch_is_packed_sequence": False,
     "offload_policy": None,
     "autocast_dtype": None,
     "enable_async_tensor_parallel": False,
-    "enable_compile": False,
 }
-LEVERS_OF_BLOCKS = ("activation_checkpointing", "activation_checkpointing_scope", "activation_offload")
+LEVERS_OF_BLOCKS = (
+    "activation_checkpointing",
+    "activation_checkpointing_scope",
+    "activation_offload",
+    "enable_compile",
+)
 """Fields that work on the repeated blocks of a model."""
 TOWER_POLICIES = ("root", "per_layer", "replicate")
 
@@ -32,7 +35,9 @@ class FSDP2Config:
         sequence_parallel: residual stream sharded on the sequence over tp: activations between layers take 1/tp.
         tp_plan: rules that complete or override the model's own tensor-parallel plan: a dict of name pattern to style
             name or torch ``ParallelStyle``, or the import path of one or of a function that returns one.
-        patch_is_packed_sequence: static shapes for compile. Not available yet.
+        patch_is_packed_sequence: flash attention takes every row of a batch for one document, without looking: static
+            shapes for compile, and no wait for the device in every layer. Wrong for packed documents; it concerns all
+            models of the process.
         mp_policy: FSDP2's ``MixedPrecisionPolicy``, or its fields as a dict of dtype names from YAML. ``None`` follows
             ``Trainer(precision=...)``.
         offload_policy: FSDP2's ``CPUOffloadPolicy``. Not available yet.
@@ -49,7 +54,10 @@ class FSDP2Config:
         reshard_after_forward: ``None``: all blocks but the last; ``True``, ``False`` or an int override, as in FSDP2.
         backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
         enable_async_tensor_parallel: overlap of communication and matmul. Not available yet.
-        enable_compile: compile each block. Not available yet.
+        enable_compile: compile each block in place, with ``torch.compile``; names and checkpoints stay as they are.
+        compile_backend: of ``torch.compile``.
+        compile_dynamic: ``True``: one graph for all lengths of the sequence. ``False``: one for each. ``None``: for the
+            first, and then one for all.
         enable_fsdp2_prefetch: explicit prefetch chains between blocks.
         fsdp2_backward_prefetch_depth: blocks gathered ahead in the backward pass; 2 hides the gather, 1 saves memory.
         fsdp2_forward_prefetch_depth: blocks gathered ahead in the forward pass.
@@ -79,6 +87,8 @@ class FSDP2Config:
     backend: str | None = None
     enable_async_tensor_parallel: bool = False
     enable_compile: bool = False
+    compile_backend: str = "inductor"
+    compile_dynamic: bool | None = None
     enable_fsdp2_prefetch: bool = True
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
@@ -99,6 +109,7 @@ class FSDP2Config:
         if self.tower_policy not in TOWER_POLICIES:
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
         _check_loss(self.chunked_loss, self.loss_kernel)
+        _check_compile(self)
         resolve_mp_policy(self.mp_policy)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +119,8 @@ class FSDP2Config:
     def without_blocks(self) -> "FSDP2Config":
         """The same for a layer: what works on repeated blocks is left at its default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{name: defaults[name] for name in LEVERS_OF_BLOCKS})  # type: ignore[arg-type]
+        names = (*LEVERS_OF_BLOCKS, "compile_backend", "compile_dynamic")
+        return dataclasses.replace(self, **{name: defaults[name] for name in names})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +140,10 @@ class DDPConfig:
         bucket_cap_mb: gradients are reduced in parts of this size, in MiB; ``None``: torch's default.
         gradient_as_bucket_view: gradients lie in the memory that is reduced, and are not copied there.
         autocast_dtype: dtype of a ``torch.autocast`` around the forward pass. Not available yet.
-        enable_compile: compile each block. Not available yet.
+        enable_compile: as in :class:`FSDP2Config`, and so the next three.
+        compile_backend: of ``torch.compile``.
+        compile_dynamic: one graph for all lengths, or one for each.
+        patch_is_packed_sequence: flash attention takes every row of a batch for one document.
         read_weights_on_all_ranks: every process reads the files of ``from_pretrained``; by default one process per node
             does, and the others get the weights from it.
         chunked_loss: as in :class:`FSDP2Config`.
@@ -146,6 +161,9 @@ class DDPConfig:
     gradient_as_bucket_view: bool = False
     autocast_dtype: str | None = None
     enable_compile: bool = False
+    compile_backend: str = "inductor"
+    compile_dynamic: bool | None = None
+    patch_is_packed_sequence: bool = False
     read_weights_on_all_ranks: bool = False
     chunked_loss: int | None = None
     loss_kernel: str = "torch"
@@ -157,6 +175,7 @@ class DDPConfig:
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive; None is torch's default")
         _check_loss(self.chunked_loss, self.loss_kernel)
+        _check_compile(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; values are not copied."""
@@ -170,6 +189,11 @@ def _refuse_coming(config: Any) -> None:
                 f"{type(config).__name__}({name}={getattr(config, name)!r}) is not available in this version; "
                 f"leave {name} at {default!r}"
             )
+
+
+def _check_compile(config: FSDP2Config | DDPConfig) -> None:
+    if not config.enable_compile and (config.compile_backend, config.compile_dynamic) != ("inductor", None):
+        raise ValueError("compile_backend and compile_dynamic do nothing without enable_compile=True")
 
 
 def _check_loss(chunked_loss: int | None, loss_kernel: str) -> None:

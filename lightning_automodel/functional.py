@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from lightning_automodel._compat import kept_gathered
+from lightning_automodel.activation import apply_activation_checkpointing, get_lm_ac_layers
+from lightning_automodel.compiling import compile_blocks
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.plans.selection import Rules
@@ -53,7 +55,7 @@ def fsdp2_strategy_parallelize(
         dp_shard_cp_mesh_name: axis over which parameters are sharded.
         tp_mesh_name: axis over which matrices are split.
         enable_async_tensor_parallel: not available yet.
-        enable_compile: not available yet.
+        enable_compile: compile each block.
         enable_fsdp2_prefetch: each block asks for others' parameters while it computes.
         fsdp2_backward_prefetch_depth: for how many, in the backward pass.
         fsdp2_forward_prefetch_depth: for how many, in the forward pass.
@@ -141,6 +143,23 @@ def _members(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
             yield from _members(child)
         elif next(child.parameters(), None) is not None:
             yield child, i == len(children) - 1
+
+
+def apply_selective_activation_checkpointing(model: nn.Module, enable_compile: bool = False) -> None:
+    """While ``model`` trains, blocks of its language model keep what attention and every second matrix product give.
+
+    :func:`~lightning_automodel.activation.apply_activation_checkpointing` has more choices.
+
+    Args:
+        model: before or after it was made parallel; changed in place.
+        enable_compile: compile these blocks as well, with the checkpointing inside of the graph.
+
+    Raises:
+        ValueError: if the model has no blocks.
+    """
+    apply_activation_checkpointing(model, "selective", "language")
+    if enable_compile:
+        compile_blocks(get_lm_ac_layers(model))
 
 
 @contextmanager

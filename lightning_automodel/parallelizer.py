@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.activation import apply_selective_activation_checkpointing, get_lm_ac_layers
+from lightning_automodel.activation import get_lm_ac_layers
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.functional import (
     apply_fsdp2_sharding_recursively,
+    apply_selective_activation_checkpointing,
     fsdp2_strategy_parallelize,
     unshard_fsdp2_model,
 )

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel.activation import apply_activation_checkpointing
 from lightning_automodel.blocks import class_names
+from lightning_automodel.compiling import apply_compile, assume_no_packing
 from lightning_automodel.config import DDPConfig, FSDP2Config
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import broadcast_weights, cast_parameters
@@ -61,7 +62,7 @@ def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layo
 
 
 def apply_levers(model: nn.Module, config: FSDP2Config | DDPConfig, device_type: str) -> None:
-    """What is the same whatever the strategy: activation checkpointing.
+    """What is the same whatever the strategy: activation checkpointing, and compilation around it.
 
     Raises:
         ValueError: if there is nothing that it would change.
@@ -70,3 +71,6 @@ def apply_levers(model: nn.Module, config: FSDP2Config | DDPConfig, device_type:
         raise ValueError("activation_offload=True: on CPU activations are in host memory already; use it on CUDA")
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
     apply_activation_checkpointing(model, mode, scope, offload=config.activation_offload)
+    assume_no_packing(model, config.patch_is_packed_sequence)
+    if config.enable_compile:
+        apply_compile(model, backend=config.compile_backend, dynamic=config.compile_dynamic)

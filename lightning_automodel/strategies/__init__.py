@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel._compat import bring_own_precision, remember_checkpoint_paths
+from lightning_automodel._compat.lightning import bring_own_precision, remember_checkpoint_paths
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.ddp import DDPStrategy
 from lightning_automodel.strategies.fsdp2_tp import FSDP2TPStrategy

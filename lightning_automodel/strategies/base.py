@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat import checkpoint_path_of, is_accumulating, optimizers_to_device
+from lightning_automodel._compat.lightning import checkpoint_path_of, is_accumulating, optimizers_to_device
 from lightning_automodel.accumulation import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models

@@ -33,7 +33,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_automodel._compat import add_worker_init_fn, overfits, replace_sampler_choice, uses_distributed_sampler
+from lightning_automodel._compat.lightning import (
+    add_worker_init_fn,
+    overfits,
+    replace_sampler_choice,
+    uses_distributed_sampler,
+)
 
 
 class ShareOfStream(IterableDataset):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat import default_timeout, register_comm_hook
+from lightning_automodel._compat.lightning import default_timeout, register_comm_hook
 from lightning_automodel.blocks import find_blocks
 from lightning_automodel.casting import install_compute_dtype
 from lightning_automodel.config import DDPConfig

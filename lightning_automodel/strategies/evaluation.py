@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_automodel._compat import (
+from lightning_automodel._compat.lightning import (
     EvaluationLoop,
     PrefetchDataFetcher,
     end_loader,

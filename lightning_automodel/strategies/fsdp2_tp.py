@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat import default_timeout, root_mesh
+from lightning_automodel._compat import root_mesh
+from lightning_automodel._compat.lightning import default_timeout
 from lightning_automodel.blocks import find_blocks
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading import materialize, sharded_loading

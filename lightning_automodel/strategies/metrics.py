@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_automodel._compat import throughputs_of
+from lightning_automodel._compat.lightning import throughputs_of
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -95,8 +94,3 @@ def test_every_second_matrix_product_is_computed_again() -> None:
 def test_blocks_of_the_language_model_only() -> None:
     model = build_llava()
     assert get_lm_ac_layers(model) == list(model.get_submodule("model.language_model.layers"))
-
-
-def test_compile_is_not_available() -> None:
-    with pytest.raises(ValueError, match="enable_compile"):
-        apply_selective_activation_checkpointing(build_llama(), enable_compile=True)

@@ -117,7 +117,7 @@ def test_megatron_names_what_is_there_instead() -> None:
         parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), None, data_parallel_sharding_strategy="all")
 
 
-@pytest.mark.parametrize("switch", [{"enable_compile": True}, {"offload_policy": CPUOffloadPolicy()}])
+@pytest.mark.parametrize("switch", [{"enable_async_tensor_parallel": True}, {"offload_policy": CPUOffloadPolicy()}])
 def test_switches_that_are_not_available(switch: dict) -> None:
     mesh: DeviceMesh = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match=next(iter(switch))):

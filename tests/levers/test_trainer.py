@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel.config import FSDP2Config
+from lightning_automodel import DDPStrategy
+from lightning_automodel.config import DDPConfig, FSDP2Config
 from tests.harness.pool import Pool, RankFailed
 from tests.strategies.modules import TinyModule, loader, trainer
 
-LEVERS: dict[str, Any] = {"activation_checkpointing": "full"}
+LEVERS: dict[str, Any] = {
+    "activation_checkpointing": "full",
+    "enable_compile": True,
+    "compile_backend": "aot_eager",
+}
 
 
 class WithLayer(TinyModule):
@@ -33,17 +38,21 @@ class LayerOnly(TinyModule):
 
 
 def losses(levers: dict[str, Any], kind: type[TinyModule] = WithLayer, tp: int = 2) -> list[float]:
-    """Runs on each rank."""
+    """Runs on each rank; ``tp=0``: replicas."""
     torch.manual_seed(0)
     module: Any = kind()
-    trainer(2, {"tp": tp, "config": FSDP2Config(**levers)}, precision="bf16-mixed").fit(module, loader(3))
+    strategy = {"tp": tp, "config": FSDP2Config(**levers)} if tp else DDPStrategy(DDPConfig(**levers))
+    trainer(2, strategy, precision="bf16-mixed").fit(module, loader(4))
     return module.losses
 
 
-def test_same_losses(pool2: Pool) -> None:
-    assert pool2.run(losses, LEVERS, trainer=True) == pool2.run(losses, {}, trainer=True)
+@pytest.mark.parametrize("tp", [2, 0])
+def test_same_losses(tp: int, pool2: Pool) -> None:
+    found, expected = (pool2.run(losses, levers, tp=tp, trainer=True) for levers in (LEVERS, {}))
+    assert len(found[0]) >= 2
+    assert found == expected
 
 
 def test_a_module_without_blocks(pool2: Pool) -> None:
-    with pytest.raises(RankFailed, match="activation_checkpointing: the LightningModule holds no repeated blocks"):
+    with pytest.raises(RankFailed, match="enable_compile: the LightningModule holds no repeated blocks"):
         pool2.run(losses, LEVERS, LayerOnly, 1, trainer=True)

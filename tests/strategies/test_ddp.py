@@ -28,7 +28,7 @@ def test_other_axes_are_refused(size: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bucket_cap_mb": 0}, {"chunked_loss": 0}, {"loss_kernel": "none"}, {"enable_compile": True}]
+    "wrong", [{"bucket_cap_mb": 0}, {"chunked_loss": 0}, {"loss_kernel": "none"}, {"compile_backend": "eager"}]
 )
 def test_fields_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

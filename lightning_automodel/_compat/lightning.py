@@ -1,0 +1,190 @@
+"""Private names of Lightning, each with its reason: how a trainer makes its choices, its evaluation loops."""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as register_comm_hook
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
+
+# Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
+__all__ = [
+    "PrefetchDataFetcher",
+    "add_worker_init_fn",
+    "call_strategy_hook",
+    "default_timeout",
+    "optimizers_to_device",
+    "register_comm_hook",
+]
+
+_SELECTED_PATH = "selected_path_of_lightning_automodel"
+
+
+def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:
+    """What ``monitor`` measures with, one per stage: Lightning gives it ``trainer.world_size``; no way in."""
+    return list(monitor._throughputs.values())
+
+
+# ---- choices of Lightning's trainer ----------------------------------------------------------------------------------
+
+
+def bring_own_precision(strategy: type, choose: Callable[[str, Precision | None], Precision]) -> None:
+    """Lets ``choose`` make the precision plugin of trainers with that strategy.
+
+    Lightning has a table of strategies that bring their own plugins (FSDP, DeepSpeed), closed to others. It refuses
+    16-mixed for subclasses of ``ModelParallelStrategy``, and replaces it by bf16-mixed on CPU, before it asks any.
+
+    Args:
+        strategy: subclasses count.
+        choose: from the name that the user gave, and the user's plugin if there is one.
+    """
+    original = _AcceleratorConnector._check_and_init_precision
+
+    def check_and_init_precision(self: _AcceleratorConnector) -> Precision:
+        if isinstance(self.strategy, strategy):
+            return choose(self._precision_flag, self._precision_plugin_flag)
+        return original(self)
+
+    _AcceleratorConnector._check_and_init_precision = check_and_init_precision  # type: ignore[method-assign]
+
+
+def remember_checkpoint_paths() -> None:
+    """Makes every trainer keep which checkpoint its present call starts from; see :func:`checkpoint_path_of`.
+
+    Trainer keeps it in a local variable until after ``configure_model``, which wants to know whether weights that it
+    would read from elsewhere are about to be overwritten.
+    """
+    original = _CheckpointConnector._select_ckpt_path
+
+    def select(self: _CheckpointConnector, *args: Any, **kwargs: Any) -> Any:
+        path = original(self, *args, **kwargs)
+        vars(self)[_SELECTED_PATH] = path
+        return path
+
+    if not hasattr(original, "__wrapped__"):
+        _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
+
+
+def checkpoint_path_of(trainer: Trainer) -> Any:
+    """The checkpoint that the present call of ``trainer`` starts from, or ``None``."""
+    return vars(trainer._checkpoint_connector).get(_SELECTED_PATH)
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the last training batch was not the last of its optimizer step. Never so with manual optimization."""
+    module = trainer.lightning_module
+    loop = trainer.fit_loop.epoch_loop
+    return (
+        module is not None
+        and module.automatic_optimization
+        and loop.batch_progress.current.ready > 0
+        and loop._should_accumulate()
+    )
+
+
+def overfits(trainer: Trainer) -> bool:
+    """Whether ``Trainer(overfit_batches=...)`` is on: an attribute that Lightning does not declare."""
+    return bool(getattr(trainer, "overfit_batches", 0))
+
+
+def uses_distributed_sampler(trainer: Trainer) -> bool:
+    """What ``Trainer(use_distributed_sampler=...)`` said; Lightning keeps it private."""
+    return trainer._accelerator_connector.use_distributed_sampler
+
+
+def replace_sampler_choice(
+    trainer: Trainer, choose: Callable[[DataLoader, bool, RunningStage | None], Iterable]
+) -> None:
+    """Lets ``choose(loader, shuffle, stage)`` answer where Lightning injects a distributed sampler.
+
+    Lightning pads the samplers of validation and test, fails where prediction has fewer samples than ranks, and its
+    public hook sees the loader after that.
+    """
+    connector = trainer._data_connector
+
+    def resolve(loader: DataLoader, shuffle: bool, mode: RunningStage | None = None) -> Iterable:
+        return choose(loader, shuffle, mode) if connector._requires_distributed_sampler(loader) else loader.sampler
+
+    connector._resolve_sampler = resolve  # type: ignore[method-assign,assignment]
+
+
+# ---- Lightning's evaluation loops ------------------------------------------------------------------------------------
+
+# Nothing public lies between the last step on a loader and the reduction of what was logged.
+EvaluationLoop = _EvaluationLoop | _PredictionLoop
+METRIC_CACHE = "_computed"  # attribute of a torchmetrics metric: what compute() found since the last update()
+
+
+def get_fetcher(loop: EvaluationLoop) -> object:
+    """What hands batches to ``loop``, from ``on_validation_start`` on."""
+    return loop._data_fetcher
+
+
+def set_fetcher(loop: EvaluationLoop, fetcher: PrefetchDataFetcher) -> None:
+    """Replaces what hands batches to ``loop``, for this run."""
+    loop._data_fetcher = fetcher
+
+
+def is_sequential(loader: CombinedLoader) -> bool:
+    """Whether one loader follows the other, so that batches say which loader they come from."""
+    return loader._mode == "sequential"
+
+
+def end_loader(loop: EvaluationLoop, dataloader_idx: int) -> None:
+    """Reduces what was logged under a loader of which this rank has no batch, as the loops of other ranks do."""
+    if isinstance(loop, _EvaluationLoop):
+        loop._results.dataloader_idx = dataloader_idx
+        loop._store_dataloader_outputs()
+
+
+@contextmanager
+def discarded_logs(
+    trainer: Trainer, loop: EvaluationLoop, batch: object, dataloader_idx: int | None
+) -> Generator[None, None, None]:
+    """Within this context ``self.log`` takes part in reductions, but its values do not count.
+
+    Keys that are new stay, with weight 0: they are reduced at the end of the loader, by every rank or by none.
+    """
+    if not isinstance(loop, _EvaluationLoop):  # prediction does not log
+        yield
+        return
+    results, connector = loop._results, trainer._logger_connector
+    kept, current_hook = dict(results), connector._current_fx
+    results.clear()
+    results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
+    try:
+        yield
+    finally:
+        new = {key: entry for key, entry in results.items() if key not in kept or kept[key].has_reset}
+        results.clear()
+        results.update(kept)
+        results.batch = results.batch_size = None
+        connector._current_fx = current_hook
+        for key, entry in new.items():
+            if entry.is_tensor and entry.meta.sync.should:
+                entry.reset()
+                entry.has_reset = False
+            if not entry.is_tensor or entry.meta.sync.should:
+                results[key] = entry
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether Lightning has put ``torch.compile`` around the steps of ``module``; only a private attribute says so."""
+    return module._compiler_ctx is not None

@@ -1,0 +1,92 @@
+"""Compiles each block of a model, in place: one compilation serves all blocks that are alike.
+
+::
+
+    hooks: FSDP2 gathers, local tensors come in --> compiled(checkpointed(the block's forward)) --> hooks
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_automodel._compat import allow_records_in_checkpoints
+from lightning_automodel._compat.transformers import recording_inside_graph, recordings_of_call, set_test_of_packing
+from lightning_automodel.activation import has_cache, is_checkpointed, without_cache
+from lightning_automodel.blocks import class_names, find_blocks, text_config
+from lightning_automodel.calls import wrap_forward
+from lightning_automodel.logs import warn_once
+
+
+def apply_compile(model: nn.Module, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
+    """:func:`compile_blocks` for all blocks of ``model``; to be called after :func:`apply_activation_checkpointing`.
+
+    Raises:
+        ValueError: if ``model`` has no blocks.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ValueError(f"enable_compile=True compiles repeated blocks, and {type(model).__name__} has none")
+    compile_blocks(blocks.values(), backend=backend, dynamic=dynamic)
+
+
+def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dynamic: bool | None = None) -> None:
+    """Compiles ``blocks`` with ``torch.compile``, in place; names and checkpoints stay as they are.
+
+    Collectives of tensor parallelism are part of the graph; what FSDP2 does stands around it. In training no cache of
+    keys and values is kept; in evaluation calls with a cache, which grows with every token, run uncompiled.
+
+    Args:
+        blocks: that share a compilation where they are alike.
+        backend: of ``torch.compile``.
+        dynamic: ``True``: one graph for all lengths. ``False``: a graph per length. ``None``: for the first length, and
+            then one for all.
+    """
+    blocks = list(blocks)
+    allow_records_in_checkpoints()
+    # Half of a checkpointed block cannot fall back to eager: the recomputation would lack what hooks put in place.
+    whole = any(is_checkpointed(block) for block in blocks)
+    compiled = torch.compile(_run, backend=backend, dynamic=dynamic, fullgraph=whole)
+
+    def around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if block.training:
+            kwargs = without_cache(kwargs)
+        elif has_cache(kwargs):
+            return forward(*args, **kwargs)
+        recordings = recordings_of_call()
+        if whole and recordings:
+            warn_once(_cannot_record(block, recordings))
+            return forward(*args, **kwargs)
+        output, recorded = compiled(forward, tuple(recordings), args, kwargs)
+        for key, values in recorded.items():
+            recordings[key] += values
+        return output
+
+    for block in blocks:
+        wrap_forward(block, around)
+
+
+def assume_no_packing(model: nn.Module, assume: bool) -> None:
+    """``assume``: flash attention takes every row for one document, and does not wait for the device to find out."""
+    set_test_of_packing(not assume)
+    implementation = getattr(text_config(model), "_attn_implementation", None)
+    if assume and implementation is not None and "flash" not in implementation:
+        warn_once(
+            f"patch_is_packed_sequence=True is for flash attention; {class_names(model)[0]} computes attention with "
+            f"{implementation!r}, and nothing changes"
+        )
+
+
+def _cannot_record(block: nn.Module, keys: Iterable[str]) -> str:
+    return (
+        f"{', '.join(keys)} are asked for from inside of a {class_names(block)[0]}, which torch cannot hand out of a "
+        "compiled block with activation checkpointing: such calls run uncompiled"
+    )
+
+
+def _run(forward: Callable, keys: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, list]]:
+    """What the graph holds: the forward pass, and what transformers records in it under ``keys``."""
+    recorded: dict[str, list] = {key: [] for key in keys}
+    with recording_inside_graph(recorded):
+        return forward(*args, **kwargs), recorded
