@@ -10,11 +10,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_automodel.activation import check_checkpointing
+from lightning_automodel.autocasting import check_autocast
 from lightning_automodel.kernels import LOSS_KERNELS
 
 _COMING = {
     "offload_policy": None,
-    "autocast_dtype": None,
     "enable_async_tensor_parallel": False,
 }
 LEVERS_OF_BLOCKS = (
@@ -39,9 +39,10 @@ class FSDP2Config:
             shapes for compile, and no wait for the device in every layer. Wrong for packed documents; it concerns all
             models of the process.
         mp_policy: FSDP2's ``MixedPrecisionPolicy``, or its fields as a dict of dtype names from YAML. ``None`` follows
-            ``Trainer(precision=...)``.
+            ``Trainer(precision=...)``. ``output_dtype`` is of what the model returns.
         offload_policy: FSDP2's ``CPUOffloadPolicy``. Not available yet.
-        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass. Not available yet.
+        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass, "bfloat16" or "float16". With
+            ``mp_policy.output_dtype`` float32 the residual stream is kept in float32.
         activation_checkpointing: compute activations again in the backward pass. ``True`` or "full": blocks keep their
             input only. "submodule": each child of a block (attention, feed-forward, norms) keeps its input.
             "selective": blocks keep the results of attention and of every second matrix product too. A list names what
@@ -78,7 +79,7 @@ class FSDP2Config:
     patch_is_packed_sequence: bool = False
     mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
     offload_policy: CPUOffloadPolicy | None = None
-    autocast_dtype: str | None = None
+    autocast_dtype: torch.dtype | str | None = None
     activation_checkpointing: bool | str | list[str] = False
     activation_checkpointing_scope: str | list[str] = "all"
     activation_offload: bool = False
@@ -111,6 +112,7 @@ class FSDP2Config:
         _check_loss(self.chunked_loss, self.loss_kernel)
         _check_compile(self)
         resolve_mp_policy(self.mp_policy)
+        check_autocast(resolve_dtype(self.autocast_dtype))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; values are not copied."""
@@ -139,7 +141,7 @@ class DDPConfig:
             Gradients are then reduced at every micro-batch.
         bucket_cap_mb: gradients are reduced in parts of this size, in MiB; ``None``: torch's default.
         gradient_as_bucket_view: gradients lie in the memory that is reduced, and are not copied there.
-        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass. Not available yet.
+        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass, "bfloat16" or "float16".
         enable_compile: as in :class:`FSDP2Config`, and so the next three.
         compile_backend: of ``torch.compile``.
         compile_dynamic: one graph for all lengths, or one for each.
@@ -159,7 +161,7 @@ class DDPConfig:
     static_graph: bool = False
     bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
-    autocast_dtype: str | None = None
+    autocast_dtype: torch.dtype | str | None = None
     enable_compile: bool = False
     compile_backend: str = "inductor"
     compile_dynamic: bool | None = None
@@ -176,6 +178,7 @@ class DDPConfig:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive; None is torch's default")
         _check_loss(self.chunked_loss, self.loss_kernel)
         _check_compile(self)
+        check_autocast(resolve_dtype(self.autocast_dtype))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; values are not copied."""

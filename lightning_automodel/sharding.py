@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
+from lightning_automodel.autocasting import widen_stream
 from lightning_automodel.blocks import find_independent_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
 from lightning_automodel.config import FSDP2Config
 
@@ -27,13 +28,14 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         if config.tower_policy == "replicate":
             replicated = {p for tower in towers.values() for p in tower.parameters()}
             _cast_to_compute(replicated, mp_policy)
+    inside = policy_of_blocks(model, config, mp_policy)
     last = last_blocks(model, blocks)
     in_float32 = find_float32(model)
     for name, block in blocks.items():
         reshard = config.reshard_after_forward
         if reshard is None:
             reshard = name not in last  # the backward pass begins with the last block: do not free it in between
-        shard_unit(block, list(block.parameters()), mesh, mp_policy, in_float32, reshard)
+        shard_unit(block, list(block.parameters()), mesh, inside, in_float32, reshard)
     in_blocks = {p for block in blocks.values() for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks | replicated]
     shard_unit(model, rest, mesh, mp_policy, in_float32, None, replicated)
@@ -43,6 +45,17 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         reduce_unused_parameters(model)
     if config.enable_fsdp2_prefetch:
         set_prefetch(list(blocks.values()), config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+
+
+def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``output_dtype`` is of what the model returns: after the last block it would meet a head in another dtype.
+
+    Autocast takes care of that. Then it is the dtype of the residual stream too, and blocks do not cast what they take.
+    """
+    if config.autocast_dtype is not None and mp_policy.output_dtype is not None:
+        widen_stream(model, mp_policy.output_dtype)
+        return replace(mp_policy, output_dtype=None, cast_forward_inputs=False)
+    return replace(mp_policy, output_dtype=None)
 
 
 def find_float32(model: nn.Module) -> set[nn.Parameter]:

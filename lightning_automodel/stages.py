@@ -7,9 +7,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from lightning_automodel.activation import apply_activation_checkpointing
+from lightning_automodel.autocasting import install_autocast
 from lightning_automodel.blocks import class_names
 from lightning_automodel.compiling import apply_compile, assume_no_packing
-from lightning_automodel.config import DDPConfig, FSDP2Config
+from lightning_automodel.config import DDPConfig, FSDP2Config, resolve_dtype
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import broadcast_weights, cast_parameters
 from lightning_automodel.logs import warn_once
@@ -62,7 +63,7 @@ def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layo
 
 
 def apply_levers(model: nn.Module, config: FSDP2Config | DDPConfig, device_type: str) -> None:
-    """What is the same whatever the strategy: activation checkpointing, and compilation around it.
+    """What is the same whatever the strategy: activation checkpointing, compilation around it, autocast around all.
 
     Raises:
         ValueError: if there is nothing that it would change.
@@ -74,3 +75,5 @@ def apply_levers(model: nn.Module, config: FSDP2Config | DDPConfig, device_type:
     assume_no_packing(model, config.patch_is_packed_sequence)
     if config.enable_compile:
         apply_compile(model, backend=config.compile_backend, dynamic=config.compile_dynamic)
+    if (dtype := resolve_dtype(config.autocast_dtype)) is not None:
+        install_autocast(model, dtype, device_type)

@@ -1,0 +1,42 @@
+"""``torch.autocast`` around the forward pass of a model, and a residual stream in float32 under it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_automodel.calls import wrap_forward
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def check_autocast(dtype: torch.dtype | None) -> None:
+    """Checks what a config says.
+
+    Raises:
+        ValueError: for a dtype to which autocast does not cast.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"autocast_dtype={dtype} is not one of {', '.join(map(str, _DTYPES))}; None turns it off")
+
+
+def install_autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    """From now on ``model`` runs under ``torch.autocast(device_type, dtype)``: matrix products compute in ``dtype``."""
+
+    def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with torch.autocast(device_type, dtype):
+            return forward(*args, **kwargs)
+
+    wrap_forward(model, around)
+
+
+def widen_stream(model: nn.Module, dtype: torch.dtype) -> None:
+    """Embeddings come out in ``dtype``, and so does every residual sum after them, unless somebody casts."""
+    if isinstance(model, PreTrainedModel):
+        model.get_input_embeddings().register_forward_hook(lambda module, args, output: _widened(output, dtype))
+
+
+def _widened(output: Any, dtype: torch.dtype) -> Any:
+    return output.to(dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
