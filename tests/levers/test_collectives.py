@@ -1,0 +1,181 @@
+"""How many collectives a step costs, and how many bytes they move, against the numbers that the design promises."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from tests.harness.pool import Pool
+from tests.levers.support import LENGTH, ROWS, token_ids
+from tests.support.families import tiny_model
+
+KINDS = {
+    "allreduce_": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+}
+STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
+BLOCK = (96 * (64 + 32 + 32 + 64) + 3 * 96 * 128 + 2 * 96) * 4  # bytes of a block's parameters
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, and the bytes of the larger of what goes in and what comes out, by axis, kind and pass."""
+
+    def __init__(self, groups: dict[str, ProcessGroup]) -> None:
+        super().__init__()
+        self.names = {group.group_name: name for name, group in groups.items()}
+        self.direction = "forward"
+        self.found: dict[str, Counter[str]] = {"count": Counter(), "bytes": Counter()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            group = next(ProcessGroup.unbox(x) for x in args if _is_group(x))
+            kind = KINDS[func._schema.name.split("::")[1]]
+            key = f"{self.direction} {kind} {self.names[group.group_name]}"
+            self.found["count"][key] += 1
+            self.found["bytes"][key] += max(sum(x.nbytes for x in _tensors(value)) for value in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, tuple | list):
+        return [x for entry in value for x in _tensors(entry)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def per_block(sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, dict[str, float]]:
+    """Runs on each rank: what a block adds to a step. What embedding, head and loss cost drops out."""
+    few, many = (step(layers, sizes, fields, micro_batches) for layers in (2, 4))
+    keys = sorted(many["count"])
+    return {
+        key: {name: (many[name][key] - few[name][key]) / 2 for name in many}
+        for key in keys
+        if many["count"][key] > few["count"][key]
+    }
+
+
+def step(layers: int, sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, Counter[str]]:
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
+    model: Any = parallelize(tiny_model("llama", num_hidden_layers=layers), mesh, FSDP2Config(**fields)).train()
+    ids = token_ids()
+    with Collectives({name: axis(mesh, name).get_group() for name in (DP_REPLICATE, DP_SHARD_CP, TP)}) as counter:
+        for i in range(micro_batches):
+            model.set_requires_gradient_sync(i == micro_batches - 1)
+            counter.direction = "forward"
+            loss = model(input_ids=ids, labels=ids).loss
+            counter.direction = "backward"
+            loss.backward()
+    return counter.found
+
+
+def whole_stream(count: float) -> dict[str, float]:
+    return {"count": count, "bytes": count * STREAM}
+
+
+def whole_block(count: float) -> dict[str, float]:
+    return {"count": count, "bytes": count * BLOCK}
+
+
+GATHERED = {"forward all-gather dp_shard_cp": whole_block(1), "backward reduce-scatter dp_shard_cp": whole_block(1)}
+CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
+    (
+        {"tp": 2},
+        {},
+        1,
+        {"forward all-reduce tp": whole_stream(2), "backward all-reduce tp": whole_stream(2)},
+    ),
+    (
+        {"tp": 2},
+        {"sequence_parallel": True},
+        1,
+        {
+            f"{direction} {kind} tp": whole_stream(2)
+            for direction in ("forward", "backward")
+            for kind in ("all-gather", "reduce-scatter")
+        },
+    ),
+    (  # the second sum of a block is its output, and not needed to compute inside of it again
+        {"tp": 2},
+        {"activation_checkpointing": "full"},
+        1,
+        {"forward all-reduce tp": whole_stream(2), "backward all-reduce tp": whole_stream(2 + 1)},
+    ),
+    ({"dp_shard": 2}, {}, 1, {**GATHERED, "backward all-gather dp_shard_cp": whole_block(1)}),
+    ({"dp_shard": 2}, {"reshard_after_forward": False}, 1, GATHERED),
+    (  # gradients are reduced once, while parameters are gathered for every micro-batch
+        {"dp_shard": 2},
+        {},
+        2,
+        {
+            "forward all-gather dp_shard_cp": whole_block(2),
+            "backward all-gather dp_shard_cp": whole_block(2),
+            "backward reduce-scatter dp_shard_cp": whole_block(1),
+        },
+    ),
+    (
+        {"dp_replicate": 2},
+        {},
+        1,
+        {"backward all-reduce dp_replicate": whole_block(1)},
+    ),
+]
+
+
+def all_cases() -> list[dict[str, Any]]:
+    """Runs on each rank."""
+    return [per_block(sizes, fields, micro) for sizes, fields, micro, _ in CASES]
+
+
+def test_what_a_block_costs(pool2: Pool) -> None:
+    for found in pool2.run(all_cases):
+        for (sizes, fields, micro, expected), actual in zip(CASES, found, strict=True):
+            assert actual == expected, (sizes, fields, micro)
+
+
+# ---- gathered ahead of use -------------------------------------------------------------------------------------------
+
+
+def gathered(fields: dict[str, Any]) -> dict[str, list[int]]:
+    """Runs on each rank: how many blocks have been asked for when each one starts, in both directions."""
+    mesh = build_mesh(resolve_sizes(2, dp_shard=2), "cpu")
+    model: Any = parallelize(tiny_model("llama", num_hidden_layers=4), mesh, FSDP2Config(**fields)).train()
+    found: dict[str, list[int]] = {"forward": [], "backward": []}
+    counter = Collectives({name: axis(mesh, name).get_group() for name in (DP_REPLICATE, DP_SHARD_CP, TP)})
+
+    def note(direction: str) -> None:
+        count = counter.found["count"][f"{direction} all-gather {DP_SHARD_CP}"]
+        found[direction].append(count - 1 if direction == "forward" else count)  # the root comes before all blocks
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: note("forward"))
+        layer.register_forward_hook(lambda m, args, output: output.register_hook(lambda _: note("backward")) and None)
+    ids = token_ids()
+    with counter:
+        loss = model(input_ids=ids, labels=ids).loss
+        counter.direction = "backward"
+        loss.backward()
+    return found
+
+
+def test_blocks_are_gathered_ahead(pool2: Pool) -> None:
+    cases: list[tuple[dict[str, Any], list[int], list[int]]] = [
+        ({"fsdp2_forward_prefetch_depth": 1, "fsdp2_backward_prefetch_depth": 2}, [2, 3, 4, 4], [2, 3, 3, 3]),
+        ({"fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1}, [4, 4, 4, 4], [1, 2, 3, 3]),
+        ({"enable_fsdp2_prefetch": False}, [1, 2, 3, 4], [1, 2, 3, 3]),  # FSDP2 itself asks for one block ahead
+        ({"reshard_after_forward": True}, [2, 3, 4, 4], [3, 4, 4, 4]),
+        ({"reshard_after_forward": False}, [2, 3, 4, 4], [0, 0, 0, 0]),
+    ]
+    for fields, forward, backward in cases:
+        assert pool2.run(gathered, fields) == [{"forward": forward, "backward": backward}] * 2, fields
