@@ -21,6 +21,7 @@ from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.reserving import reserve
 from lightning_automodel.sharding import fsdp_roots, reshard
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.units import Unit, check_levers_of_blocks, find_units, unwrap_compiled
@@ -131,6 +132,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 continue
             self._parallelize(unit.module)
             if any(p.is_meta for p in unit.module.parameters()):
+                if isinstance(unit.module, PreTrainedModel) and self._is_about_to_be_restored(unit.module):
+                    reserve(unit.module, self.root_device)  # random weights are drawn whole, for nothing here
                 materialize(unit.module, self.root_device)
 
     def _check_mesh(self, unit: Unit) -> None:

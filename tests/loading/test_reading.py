@@ -13,7 +13,7 @@ import transformers.modeling_utils as library
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightning_automodel import FSDP2Config, FSDP2TPStrategy
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy, loading
 from tests.harness.pool import Pool
 from tests.support.training import Recorder, batches, fit, make_trainer, tiny_llama, whole_parameters
 
@@ -134,6 +134,33 @@ def test_a_resume_does_not_read_the_base_weights(pool2: Pool, saved: Path) -> No
     """Unless the checkpoint leaves some of them out."""
     for result in pool2.run(resumed, saved, saved.parent, trainer=True):
         assert result == {"equal": True, "tied": True, "reads": (0, 2)}
+
+
+class OnMeta(Recorder):
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = tiny_llama()
+
+
+def resumed_on_meta(directory: Path) -> tuple[bool, int]:
+    expected = fit({"tp": 2}, directory / "a", epochs=2, module=OnMeta())[1]
+    path = directory / "a/epoch=0.ckpt"
+    drawn = 0
+    original = loading.initialize_missing
+
+    def counted(model: nn.Module, *args: Any) -> None:
+        nonlocal drawn
+        drawn += sum(not getattr(p, "_is_hf_initialized", False) for p in model.parameters())
+        original(model, *args)
+
+    loading.initialize_missing = counted
+    actual = fit({"tp": 2}, directory / "b", epochs=2, resume=path, module=OnMeta())[1]
+    return all(torch.equal(actual[name], value) for name, value in expected.items()), drawn
+
+
+def test_a_resume_draws_no_random_weights(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(resumed_on_meta, tmp_path, trainer=True) == [(True, 0)] * 2
 
 
 # ---- pickled files ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""Time and memory of saving and resuming on 4 ranks: ours, and Lightning's ModelParallelStrategy.
+
+Writes docs/checkpoint_times.md.
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaForCausalLM
+
+from benchmarks._ranks import Memory, config, describe_machine, timed
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.shards import local_tensor
+from tests.harness.pool import Nursery, Pool
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "checkpoint_times.md"
+RANKS = 4
+VARIANTS = (
+    "ours, dp_shard=4",
+    "ours, dp_shard=2 x tp=2",
+    "ours, in the background",
+    "Lightning's ModelParallelStrategy",
+)
+COLUMNS = {
+    "save": "a save, seconds",
+    "blocked": "training waits, seconds",
+    "save_memory": "peak memory of it / shards",
+    "resume": "resume, seconds",
+    "resume_memory": "peak memory of it / (shards + largest tensor)",
+}
+
+
+class Module(L.LightningModule):
+    """Weights and the moments of AdamW in bfloat16."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """On the meta device, as its strategy then wants it."""
+        if self.model is not None:
+            return
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(config(self.layers)).to(torch.bfloat16)
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(
+            self.trainer.strategy, FSDP2TPStrategy
+        ):
+            for block in self.model.model.layers:
+                fully_shard(block)
+            fully_shard(self.model)
+            self.model.to_empty(device="cpu")
+            self.model.init_weights()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """The smallest step that gives every weight a gradient."""
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Two moments per weight."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    parser.add_argument("--layers", type=int, default=8, help="47 million parameters each, beside 131 million")
+    parser.add_argument("--repetitions", type=int, default=3, help="rounds over the variants; medians are kept")
+    parser.add_argument("--table", type=Path, default=DOCUMENT, help="what is written")
+    options = parser.parse_args()
+    task = importlib.import_module("benchmarks.checkpoint").measure  # ranks cannot import __main__
+    nursery = Nursery()
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    for _ in range(options.repetitions):
+        for name in VARIANTS:
+            with tempfile.TemporaryDirectory() as directory:
+                pool = Pool(nursery, RANKS)
+                ranks = pool.run(task, name, options.layers, directory, trainer=True, timeout=600)
+                rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
+                print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
+    nursery.close()
+    options.table.write_text("\n".join(lines(rounds)) + "\n")
+    print(options.table.read_text())
+
+
+def build_strategy(name: str) -> Strategy:
+    """The strategy of a row."""
+    if name.startswith("Lightning"):
+        return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    return FSDP2TPStrategy(tp=2 if "tp=2" in name else 1, async_save="background" in name)
+
+
+def measure(name: str, layers: int, directory: str) -> dict[str, float]:
+    """On one rank, in bytes and seconds."""
+    path = Path(directory) / "step.ckpt"
+    trainer = build_trainer(name)
+    module = Module(layers)
+    results: dict[str, float] = {}
+
+    class Save(L.Callback):
+        """Twice: the first save allocates what the second uses."""
+
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+            for _ in range(2):
+                with Memory().measured() as memory:
+                    results["blocked"] = timed(lambda: trainer.save_checkpoint(path))
+                    start = time.perf_counter()
+                    trainer.strategy.on_train_end()  # a save in the background ends
+                    results["save"] = results["blocked"] + time.perf_counter() - start
+                results["save_memory"] = memory.own
+
+    trainer.callbacks.append(Save())
+    trainer.fit(module, batches())
+    parts = [local_tensor(p).nbytes for p in module.parameters()]
+    shards = 3 * sum(parts)
+    largest = max(p.numel() * p.element_size() for p in module.parameters())
+    module.model = None
+    del module, trainer
+    with Memory().measured() as memory:
+        build_trainer(name).fit(Module(layers), batches(), ckpt_path=path)
+    if int(os.environ["RANK"]) == 0:
+        shutil.rmtree(path)
+    results["save_memory"] /= shards
+    return {**results, "resume": memory.seconds, "resume_memory": memory.own / (shards + largest)}
+
+
+def build_trainer(name: str) -> L.Trainer:
+    """One step, and nothing beside it."""
+    return L.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=build_strategy(name),
+        precision="bf16-true",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def batches() -> DataLoader:
+    """One batch of four tokens per rank."""
+    return DataLoader(TensorDataset(torch.ones(RANKS, 4, dtype=torch.long)), batch_size=1)
+
+
+def lines(rounds: dict[str, list[dict[str, float]]]) -> list[str]:
+    """The document."""
+    result = [
+        "# What a checkpoint costs",
+        "",
+        f"`python -m benchmarks.checkpoint` ({describe_machine()}).",
+        "",
+        f"Weights and AdamW's moments of a Llama in bf16, on {RANKS} ranks of one machine and one disk. Medians over",
+        "rounds of the worst rank. Memory is what the process holds of its own above what it held before.",
+        "",
+        f"| | {' | '.join(COLUMNS.values())} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+    ]
+    for name, values in rounds.items():
+        cells = [f"{median(value[key] for value in values):.2f}" for key in COLUMNS]
+        result.append(f"| {name} | {' | '.join(cells)} |")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Memory, bytes and time of from_pretrained on 4 ranks: sharded while loading, and loaded, then sharded.
+
+Writes docs/loading.md.
+"""
+
+import argparse
+import importlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks._ranks import GB, Memory, describe_machine, write_model
+from lightning_automodel import _compat
+from lightning_automodel.loading import sharded_loading
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.shards import local_tensor
+from tests.harness.pool import Nursery, Pool
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loading.md"
+RANKS = 4
+VARIANTS: dict[str, dict[str, int] | None] = {
+    "ours, dp_shard=4": {},
+    "ours, dp_shard=2 x tp=2": {"tp": 2},
+    "loaded by every rank, then fully_shard": None,
+}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    parser.add_argument("--layers", type=int, default=8, help="47 million parameters each, beside 131 million")
+    parser.add_argument("--repetitions", type=int, default=3, help="rounds over the variants; medians are kept")
+    parser.add_argument("--table", type=Path, default=DOCUMENT, help="what is written")
+    options = parser.parse_args()
+    task = importlib.import_module("benchmarks.load").measure  # ranks cannot import __main__
+    nursery = Nursery()
+    with tempfile.TemporaryDirectory() as directory:
+        size = write_model(Path(directory), options.layers)
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+        for _ in range(options.repetitions):
+            for name, sizes in VARIANTS.items():
+                ranks = Pool(nursery, RANKS).run(task, directory, sizes, timeout=300)
+                rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
+    nursery.close()
+    options.table.write_text("\n".join(lines(size, rounds)) + "\n")
+    print(options.table.read_text())
+
+
+def measure(directory: str, sizes: dict[str, int] | None) -> dict[str, float]:
+    """On one rank, in bytes and seconds."""
+    read = count_bytes()
+    mesh = build_mesh(resolve_sizes(RANKS, **(sizes or {})), "cpu")
+    dist.barrier()
+    with Memory().measured() as memory:
+        model = load_then_shard(directory) if sizes is None else load_sharded(directory, mesh)
+        for parameter in model.parameters():
+            local_tensor(parameter).add_(0)  # until it is written to, a tensor on the CPU may be a view of the file
+        dist.barrier()
+    parts = [local_tensor(parameter).nbytes for parameter in model.parameters()]
+    whole = [p.numel() * p.element_size() for p in model.parameters()]
+    return {
+        "seconds": memory.seconds,
+        "own": memory.own,
+        "resident": memory.resident,
+        "bytes": read() if sizes is not None else sum(whole),
+        "share": sum(parts),
+        "largest": max(whole),
+    }
+
+
+def load_sharded(directory: str, mesh: Any) -> torch.nn.Module:
+    """As under our strategies."""
+    with sharded_loading(lambda model: parallelize(model, mesh), torch.device("cpu")):
+        return AutoModelForCausalLM.from_pretrained(directory)
+
+
+def load_then_shard(directory: str) -> torch.nn.Module:
+    """As one would by hand, for example in ``configure_model`` under Lightning's ``ModelParallelStrategy``."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def count_bytes() -> Callable[[], int]:
+    """Counts, from now on, the bytes of what is cut out of files on this rank."""
+    total = 0
+    original = _compat.ExactShardOperation.shard_tensor
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal total
+        part = original(self, *args, **kwargs)
+        total += 0 if part is None else part.nbytes
+        return part
+
+    _compat.ExactShardOperation.shard_tensor = counted  # type: ignore[method-assign]
+    return lambda: total
+
+
+def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
+    """The document."""
+    result = [
+        "# What loading costs",
+        "",
+        f"`python -m benchmarks.load` ({describe_machine()}).",
+        "",
+        f"`from_pretrained` of a Llama of {size / GB:.2f} GB (bf16, safetensors, in the page cache) on {RANKS} ranks,",
+        "and a write to every weight. Medians over rounds of the worst rank. Memory is above what the process held",
+        "before: own memory is what no file backs; resident memory also counts pages of the mapped files, which the",
+        "system takes back when it needs them.",
+        "",
+        "| | seconds | own memory, peak | resident, peak | resident / (share + largest) | bytes read / share |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, values in rounds.items():
+        cell = {key: median(value[key] for value in values) for key in values[0]}
+        bound = cell["share"] + cell["largest"]
+        result.append(
+            f"| {name} | {cell['seconds']:.2f} | {cell['own'] / GB:.3f} GB | {cell['resident'] / GB:.3f} GB | "
+            f"{cell['resident'] / bound:.2f} | {cell['bytes'] / cell['share']:.2f} |"
+        )
+    return result
+
+
+if __name__ == "__main__":
+    main()
