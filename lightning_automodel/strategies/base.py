@@ -6,7 +6,8 @@ this one.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from lightning_automodel.strategies.data import check_training_lengths, install_
 from lightning_automodel.strategies.evaluation import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.on_mesh import OnMesh
 from lightning_automodel.strategies.positions import choose_position
+from lightning_automodel.strategies.preemption import Preemption
 from lightning_automodel.strategies.random_state import restore_random_state
 
 
@@ -52,6 +54,7 @@ class SharedHooks(OnMesh):
         self._restoration = checkpoints.Restoration()
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()
+        self._preemption = Preemption()
 
     @abstractmethod
     def build_parallel(self, module: "pl.LightningModule") -> None:
@@ -81,15 +84,19 @@ class SharedHooks(OnMesh):
 
     @override
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            metrics.remove_log(self.lightning_module)
-            averaging.restore(self._callbacks)
-        self._end_background_save()
-        super().teardown()
+        try:
+            if self.lightning_module is not None:
+                metrics.remove_log(self.lightning_module)
+                averaging.restore(self._callbacks)
+            self._end_background_save()
+            super().teardown()
+        finally:
+            self._preemption.remove()
 
     @override
     def on_train_end(self) -> None:
         self._background.wait()
+        self._preemption.check_finally()
 
     def _end_background_save(self) -> None:
         """Returns when the last checkpoint is on disk."""
@@ -105,6 +112,7 @@ class SharedHooks(OnMesh):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         disable_inference_mode(trainer)
+        self._preemption.install(trainer, self._saving_at_once)
         install_samplers(trainer, self.distributed_sampler_kwargs)
         self.build_parallel(self._module)
         self.model_to_device()
@@ -192,16 +200,19 @@ class SharedHooks(OnMesh):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluation.record("validation_step", args)
+        self._preemption.check()
         return self.after_evaluation_step(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluation.record("test_step", args)
+        self._preemption.check()
         return self.after_evaluation_step(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluation.record("predict_step", args)
+        self._preemption.check()
         return self.after_evaluation_step(super().predict_step(*args, **kwargs))
 
     # ---- numbers that are logged -------------------------------------------------------------------------------------
@@ -272,6 +283,15 @@ class SharedHooks(OnMesh):
                 f"{type(self).__name__}(save_distributed_checkpoint=False)"
             )
         checkpoints.save_parts(checkpoint, path, self.data_group, self._background if self._async_save else None)
+
+    @contextmanager
+    def _saving_at_once(self) -> Generator[None, None, None]:
+        in_background, self._async_save = self._async_save, False
+        try:
+            self._background.wait()
+            yield
+        finally:
+            self._async_save = in_background
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
