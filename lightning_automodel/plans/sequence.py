@@ -1,5 +1,6 @@
 """Which children of a block see the whole sequence, and which parameters then have partial gradients."""
 
+import inspect
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -44,8 +45,7 @@ def derive_sequence_layout(
             lists.setdefault(name.rpartition(".")[0], []).append(name)
     for list_name, names in lists.items():
         holder = model.get_submodule(list_name.rpartition(".")[0])
-        whole_between = any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
-        layout.block_lists += [[name] for name in names] if whole_between else [names]
+        layout.block_lists += [[name] for name in names] if _computes_between_blocks(holder) else [names]
         for name in names:
             children = _whole_children(blocks[name], name, boundaries, planned)
             layout.children[name] = children
@@ -53,6 +53,14 @@ def derive_sequence_layout(
                 if not any(parameter.startswith(f"{child}.") for child in children):
                     layout.sliced.add(parameter)
     return layout
+
+
+def _computes_between_blocks(holder: nn.Module) -> bool:
+    """Whether a module changes the stream between its blocks, where it must be whole: known of its class, or told by an
+    argument for features of a vision tower that are added to single tokens there ("deepstack").
+    """
+    takes_features = any(name.startswith("deepstack") for name in inspect.signature(holder.forward).parameters)
+    return takes_features or any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
 
 
 def _whole_children(module: nn.Module, name: str, boundaries: list[str], planned: set[str]) -> dict[str, bool]:

@@ -85,6 +85,7 @@ TOWER: dict[str, Any] = {
     "patch_size": 14,
     "resampler_n_latents": 4,
     "global_attn_indexes": [1],
+    "deepstack_visual_indexes": [0],
     "initializer_range": 0.02,
     **dict.fromkeys(("pos_emb_height", "pos_emb_width"), 8),
     "num_position_embeddings": 16,
@@ -123,6 +124,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("paddleocr_vl_text", "hunyuan_vl_text", "cosmos3_edge_text"), _mrope(4, 2, 2)),
     "granitemoehybrid": {"mamba_n_heads": 12},
     "helium": {"head_dim": 24},
+    # published configs have it, the class's own lacks a default
+    **_all("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", vision_start_token_id=5),
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "hunyuan_v1_moe": {"moe_topk": 2},
