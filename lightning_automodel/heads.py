@@ -21,12 +21,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from lightning_automodel.config import DDPConfig, FSDP2Config
+from lightning_automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_automodel.deferred import DeferredLogits, LinearRecipe
 from lightning_automodel.kernels import check_kernel
 from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy
 from lightning_automodel.vocabulary import Part, join_slices
 
+LossConfig = FSDP2Config | DDPConfig | MegatronFSDPConfig
 _CALLS = "_calls_with_labels"
 _CHUNK_OF_KERNELS = 1  # they choose their own
 
@@ -81,7 +82,7 @@ def masked_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None
 _LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 
-def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | DDPConfig) -> None:
+def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: LossConfig) -> None:
     """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
 
     For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models, or
@@ -131,7 +132,7 @@ def _part_of(head: nn.Linear, tp_mesh: DeviceMesh) -> Part | None:
 
 
 def _install_head(
-    owner: PreTrainedModel, head: nn.Linear, part: Part, tp_mesh: DeviceMesh, config: FSDP2Config | DDPConfig | None
+    owner: PreTrainedModel, head: nn.Linear, part: Part, tp_mesh: DeviceMesh, config: LossConfig | None
 ) -> None:
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
@@ -188,7 +189,7 @@ def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tens
     return forward
 
 
-def _deferred_forward(part: Part, config: FSDP2Config | DDPConfig, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _deferred_forward(part: Part, config: LossConfig, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         if not _has_labels(self):
             return type(self).forward(self, input)

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_automodel.fragments import Fragment
+
 Span = tuple[int, int]
 """Start and stop along one dim of the whole tensor."""
 
@@ -47,6 +49,8 @@ class Piece:
 
 def pieces(tensor: Tensor) -> list[Piece]:
     """What this rank holds of ``tensor``; a plain tensor is one piece. Empty boxes are left out."""
+    if isinstance(tensor, Fragment):
+        return list(tensor.partition.mine)
     if not isinstance(tensor, DTensor):
         zeros = (0,) * tensor.ndim
         return [Piece(offsets=zeros, local_offsets=zeros, sizes=tuple(tensor.shape))]
@@ -79,12 +83,16 @@ def pieces_at(
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The memory that this rank holds of ``tensor``, outside of autograd."""
+    if isinstance(tensor, Fragment):
+        return tensor.local
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def replicas(tensor: Tensor) -> tuple[int, int]:
     """How many ranks hold the same as this one, and the place of this rank among them. Plain tensors are everywhere."""
+    if isinstance(tensor, Fragment):
+        return tensor.partition.copies, tensor.partition.index
     if not isinstance(tensor, DTensor):
         return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -110,16 +118,25 @@ def copy_from_whole(target: Tensor, whole: Tensor) -> None:
 
 
 def gather_whole(tensor: Tensor) -> Tensor | None:
-    """The whole tensor on the CPU of rank 0, ``None`` on the others. Collective over the tensor's mesh."""
+    """The whole tensor on the CPU of rank 0, ``None`` on the others. Collective over the ranks that hold it."""
+    if isinstance(tensor, Fragment):
+        return _collect(tensor, tensor.partition.holders, tensor.device.type)
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu() if dist.get_rank() == 0 else None
     pieces(tensor)  # checks that the local tensor is what the mesh says: else ranks would wait for one another
-    local, mesh = local_tensor(tensor), tensor.device_mesh
+    mesh = tensor.device_mesh
+    holders = [
+        (int(mesh.mesh[coordinate]), pieces_at(tensor.shape, mesh.shape, tensor.placements, coordinate))
+        for coordinate in _holders(mesh.shape, tensor.placements)
+    ]
+    return _collect(tensor, holders, mesh.device_type)
+
+
+def _collect(tensor: Tensor, holders: Iterable[tuple[int, Sequence[Piece]]], device_type: str) -> Tensor | None:
+    local = local_tensor(tensor)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if dist.get_rank() == 0 else None
-    for coordinate in _holders(mesh.shape, tensor.placements):
-        rank = int(mesh.mesh[coordinate])
-        found = pieces_at(tensor.shape, mesh.shape, tensor.placements, coordinate)
-        part = _send_to_zero(local, rank, _local_shape(found, tensor.ndim), mesh.device_type) if found else None
+    for rank, found in holders:
+        part = _send_to_zero(local, rank, _local_shape(found, tensor.ndim), device_type) if found else None
         if whole is not None and part is not None:
             for piece in found:
                 piece.of_whole(whole).copy_(piece.of_local(part))
@@ -146,7 +163,7 @@ def _holders(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Iter
     return itertools.product(*map(range, sizes))
 
 
-def _local_shape(found: list[Piece], ndim: int) -> list[int]:
+def _local_shape(found: Sequence[Piece], ndim: int) -> list[int]:
     return [max(piece.local_offsets[dim] + piece.sizes[dim] for piece in found) for dim in range(ndim)]
 
 

@@ -258,6 +258,11 @@ def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
             group.post_forward_mesh_info = mesh
 
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """During a backward pass: calls ``callback`` when it is through. FSDP2 does the same; there is no public way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 

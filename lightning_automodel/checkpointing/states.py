@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
+from lightning_automodel.fragments import as_stored, like_parameter, stored_state
 from lightning_automodel.shards import gather_whole
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -31,7 +32,7 @@ def model_state(model: nn.Module) -> State:
     state: State = {}
     for name, value in named_state(model).items():
         if isinstance(value, Tensor):
-            value = detached.setdefault(id(value), value.detach())
+            value = detached.setdefault(id(value), as_stored(value))
         state[name] = value
     return state
 
@@ -49,7 +50,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         ValueError: if the optimizer updates a tensor that is not a parameter of ``model``.
     """
     names = _names_in_order(model, optimizer)
-    state = optimizer.state_dict()
+    state = stored_state(optimizer)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return {"state": {names[i]: value for i, value in state["state"].items()}, "param_groups": groups}
 
@@ -99,7 +100,8 @@ def restore_model(model: nn.Module, source: Mapping[str, Any], strict: bool = Tr
         if found is None:
             continue
         if isinstance(targets[names[0]], DTensor):
-            pairs.append((targets[names[0]], _of_shape(targets[names[0]], found, names[0])))
+            target = as_stored(targets[names[0]])
+            pairs.append((target, _of_shape(target, found, names[0])))
         else:
             others[names[0]] = found.load() if isinstance(found, StoredTensor) else found
     fetch(pairs)
@@ -128,7 +130,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
         for key, value in saved["state"].get(name, {}).items():
             if isinstance(value, StoredTensor | Tensor):
                 target = _empty_for(parameter, value)
-                pairs.append((target, value))
+                pairs.append((like_parameter(parameter, target), value))
                 value = target
             state.setdefault(i, {})[key] = value
     fetch(pairs)
@@ -209,7 +211,7 @@ def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[St
 
 def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:
     """Memory for a state: as its parameter lies if it has the same shape, else whole on each rank."""
-    if tuple(value.shape) == tuple(parameter.shape):
+    if tuple(value.shape) == tuple(as_stored(parameter).shape):
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     whole = torch.empty(value.shape, dtype=value.dtype, device=parameter.device if value.shape else "cpu")
     if not isinstance(parameter, DTensor) or not value.shape:

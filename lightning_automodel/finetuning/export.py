@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
+from lightning_automodel.fragments import as_stored
 from lightning_automodel.shards import gather_whole
 
 
@@ -40,7 +41,7 @@ class HuggingFaceExport(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank takes part; rank 0 writes, and the others wait."""
         model = _model_of(pl_module)
-        state = model.state_dict()
+        state = model.state_dict(keep_vars=True)
         directory = self.dirpath if trainer.is_global_zero else None
         write_pretrained(model, lambda name: _whole(state[name]), directory, self.dtype, self.max_shard_size)
         tokenizer = getattr(getattr(trainer, "datamodule", None), "loaded_tokenizer", None)
@@ -50,7 +51,7 @@ class HuggingFaceExport(L.Callback):
 
 
 def _whole(tensor: Tensor) -> Tensor | None:
-    return gather_whole(tensor) if dist.is_initialized() else tensor.detach().cpu()
+    return gather_whole(as_stored(tensor)) if dist.is_initialized() else tensor.detach().cpu()
 
 
 def _model_of(module: L.LightningModule) -> PreTrainedModel:

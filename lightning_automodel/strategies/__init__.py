@@ -6,11 +6,12 @@ from lightning_automodel._compat.lightning import bring_own_precision, remember_
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.ddp import DDPStrategy
 from lightning_automodel.strategies.fsdp2_tp import FSDP2TPStrategy
+from lightning_automodel.strategies.megatron_fsdp import MegatronFSDPStrategy
 from lightning_automodel.strategies.precision import choose_precision
 
-for _strategy in (FSDP2TPStrategy, DDPStrategy):
+for _strategy in (FSDP2TPStrategy, DDPStrategy, MegatronFSDPStrategy):
     StrategyRegistry.register(_strategy.strategy_name, _strategy, description=_strategy.__doc__ or "", override=True)
 bring_own_precision(SharedHooks, choose_precision)
 
-__all__ = ["DDPStrategy", "FSDP2TPStrategy"]
+__all__ = ["DDPStrategy", "FSDP2TPStrategy", "MegatronFSDPStrategy"]
 remember_checkpoint_paths()

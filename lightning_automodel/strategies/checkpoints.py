@@ -26,6 +26,7 @@ from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import gather_state, model_state, optimizer_state, restore_optimizer
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.fragments import stored_state
 from lightning_automodel.strategies.positions import POSITIONS, collect_positions
 from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
 
@@ -73,7 +74,7 @@ def optimizer_part(model: nn.Module, optimizer: Optimizer | LightningOptimizer, 
     """One of the entries ``optimizer_states``: by name for a folder, as ``optimizer.state_dict()`` for a plain file."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
-    return optimizer_state(model, optimizer) if distributed else _on_zero(gather_state(optimizer.state_dict()))
+    return optimizer_state(model, optimizer) if distributed else _on_zero(gather_state(stored_state(optimizer)))
 
 
 def save_parts(

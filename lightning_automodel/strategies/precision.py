@@ -1,6 +1,6 @@
 """Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction, equal under all strategies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -51,6 +51,7 @@ class FSDP2Precision(Precision):
         compute = _COMPUTED.get(precision)
         self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
         self.scaler: AgreedGradScaler | None = None
+        self.clip_norm: Callable[[Iterable[Tensor], float], Tensor] = clip_grad_norm_
 
     @override
     def connect(
@@ -105,7 +106,7 @@ class FSDP2Precision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by the norm over all ranks and parameters."""
-        clip_grad_norm_(self.main_params(optimizer), float(clip_val))
+        self.clip_norm(self.main_params(optimizer), float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

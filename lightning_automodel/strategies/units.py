@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat import OptimizedModule
 from lightning_automodel.blocks import CONTAINERS, find_blocks
-from lightning_automodel.config import LEVERS_OF_BLOCKS, DDPConfig, FSDP2Config
+from lightning_automodel.config import LEVERS_OF_BLOCKS, DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_automodel.logs import warn_once
 
 
@@ -51,13 +51,13 @@ def unwrap_compiled(root: nn.Module) -> None:
                 setattr(parent, name, child._orig_mod)
 
 
-def check_levers_of_blocks(config: FSDP2Config | DDPConfig, modules: Sequence[nn.Module]) -> None:
+def check_levers_of_blocks(config: FSDP2Config | DDPConfig | MegatronFSDPConfig, modules: Sequence[nn.Module]) -> None:
     """A LightningModule without any block has nothing to checkpoint.
 
     Raises:
         ValueError: naming the fields.
     """
-    changed = [name for name in LEVERS_OF_BLOCKS if getattr(config, name) != getattr(type(config)(), name)]
+    changed = [n for n in LEVERS_OF_BLOCKS if getattr(config, n, None) != getattr(type(config)(), n, None)]
     if changed and not any(_has_blocks(module) for module in modules):
         raise ValueError(f"{', '.join(changed)}: the LightningModule holds no repeated blocks, on which it would work")
 

@@ -106,15 +106,16 @@ def test_every_name_is_exported() -> None:
 
 
 def test_megatron_names_what_is_there_instead() -> None:
+    mesh: DeviceMesh = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match="fsdp2_strategy_parallelize"):
-        parallelizer.megatron_fsdp_strategy_parallelize(torch.nn.Linear(2, 2), None)
+        parallelizer.megatron_fsdp_strategy_parallelize(torch.nn.Linear(2, 2), mesh)
     with pytest.warns(DeprecationWarning, match="megatron_fsdp"), pytest.raises(ValueError, match="FSDP2"):
-        parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), None)
+        parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), mesh)
     with (
         pytest.warns(DeprecationWarning, match="megatron"),
         pytest.raises(ValueError, match="no_shard, optim"),
     ):
-        parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), None, data_parallel_sharding_strategy="all")
+        parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), mesh, data_parallel_sharding_strategy="all")
 
 
 @pytest.mark.parametrize("switch", [{"enable_async_tensor_parallel": True}, {"offload_policy": CPUOffloadPolicy()}])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -47,12 +48,12 @@ def batches() -> list[torch.Tensor]:
     return list(torch.randint(0, 1024, (8, 64), generator=torch.Generator().manual_seed(0)))
 
 
-def fit(path: Path, directory: Path, precision: str) -> list[float]:
+def fit(path: Path, directory: Path, precision: str, strategy: Strategy | None = None) -> list[float]:
     module = Finetune(path)
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
-        strategy=FSDP2TPStrategy(),
+        strategy=strategy or FSDP2TPStrategy(),
         precision=precision,
         max_epochs=1,
         gradient_clip_val=1.0,

@@ -1,14 +1,26 @@
 """What is true of one strategy is true of all: the numbers of one process, whatever the strategy."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.harness.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
-from tests.support.subjects import FAMILIES, Subject, differences, run_everything, save_families
+from tests.support.subjects import (
+    FAMILIES,
+    UNEVEN,
+    Subject,
+    data,
+    differences,
+    gather_part,
+    run_everything,
+    save_families,
+)
 
 BOUND = 1e-5
 
@@ -61,9 +73,12 @@ def test_everything_equals_one_process(
 CHAIN: list[tuple[str, bool]] = [  # each trains one epoch more; a folder, or a plain file
     ("ddp-2", False),
     ("fsdp2-dp2-tp2", True),
+    ("megatron3-dp2-tp2", True),
+    ("megatron1-dp2", False),
+    ("megatron2-dp2", True),
     ("ddp-2", True),
+    ("megatron3-tp2", False),
     ("fsdp2-dp2", False),
-    ("ddp-1", False),
 ]
 
 
@@ -88,9 +103,42 @@ def test_checkpoints_go_from_strategy_to_strategy(models: Path, nursery: Nursery
         steps = slice((epochs - 1) * per_epoch, epochs * per_epoch)
         assert results[0]["rates"] == pytest.approx(one["rates"][steps])
         losses = results[0]["losses"][0]
-        assert losses == pytest.approx(one["losses"][(epochs - 1) * len(one["losses"]) // count], rel=1e-5)
+        expected = one["losses"][(epochs - 1) * len(one["losses"]) // count]
+        assert losses == pytest.approx(expected, rel=1e-5), (epochs, layout)
         assert (tmp_path / str(epochs) / f"epoch={epochs - 1}.ckpt").is_dir() == folder
     assert results[0]["parameters"].keys() == one["parameters"].keys()
     for name, value in one["parameters"].items():
         assert (results[0]["parameters"][name] - value).abs().max() < 1e-5, name
     assert results[0]["tested"] == pytest.approx(one["tested"], rel=1e-5)
+
+
+# ---- models without weights ------------------------------------------------------------------------------------------
+
+
+class OnMeta(Subject):
+    """Its author's initialization draws the weights, after the model was made parallel."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path))
+
+
+def initialize(layout: str, path: Path) -> dict[str, Any]:
+    chosen = LAYOUTS[layout]
+    torch.manual_seed(int(os.environ["RANK"]))  # rank 0's draws count
+    module = OnMeta(path / "llama")
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    run = L.Trainer(accelerator="cpu", devices=chosen.ranks, strategy=chosen.make(), **quiet)
+    run.validate(module, data(UNEVEN), verbose=False)
+    return {name: gather_part(p) for name, p in module.named_parameters()}
+
+
+def test_initial_weights_do_not_depend_on_the_strategy(models: Path, nursery: Nursery) -> None:
+    expected = Pool(nursery, 1).run(initialize, "ddp-1", models, trainer=True)[0]
+    assert expected["model.model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.02, rel=0.1)
+    for layout in ("ddp-2", "megatron3-dp2", "megatron3-tp2"):
+        actual = Pool(nursery, LAYOUTS[layout].ranks).run(initialize, layout, models, trainer=True)[0]
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert actual[name].equal(value), (layout, name)

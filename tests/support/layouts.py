@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy, MegatronFSDPConfig, MegatronFSDPStrategy
+from tests.support import cuda_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +23,23 @@ def _fsdp2(tp: int) -> Callable[..., Strategy]:
     return lambda **arguments: FSDP2TPStrategy(tp=tp, **arguments)
 
 
+def _megatron(tp: int, stage: int) -> Callable[..., Strategy]:
+    def make(**arguments: Any) -> Strategy:
+        cuda_on_cpu.install()
+        config = MegatronFSDPConfig(zero_dp_strategy=stage, **arguments.pop("config", {}))
+        return MegatronFSDPStrategy(tp=tp, config=config, **arguments)
+
+    return make
+
+
 LAYOUTS: dict[str, Layout] = {
     "ddp-1": Layout(ranks=1, data_size=1, make=DDPStrategy),
     "ddp-2": Layout(ranks=2, data_size=2, make=DDPStrategy),
     "ddp-4": Layout(ranks=4, data_size=4, make=DDPStrategy),
     "fsdp2-dp2": Layout(ranks=2, data_size=2, make=_fsdp2(1)),
     "fsdp2-dp2-tp2": Layout(ranks=4, data_size=2, make=_fsdp2(2)),
+    **{f"megatron{i}-dp2": Layout(ranks=2, data_size=2, make=_megatron(1, i)) for i in range(4)},
+    "megatron3-tp2": Layout(ranks=2, data_size=1, make=_megatron(2, 3)),
+    "megatron2-dp2-tp2": Layout(ranks=4, data_size=2, make=_megatron(2, 2)),
+    "megatron3-dp2-tp2": Layout(ranks=4, data_size=2, make=_megatron(2, 3)),
 }

@@ -17,11 +17,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lightning_automodel.finetuning import HuggingFaceExport
+from lightning_automodel.fragments import PARTITION, Fragment, as_stored
 from lightning_automodel.shards import gather_whole
 
 ROWS, WINDOW, UNEVEN, LENGTH, VOCABULARY = 16, 8, 5, 8, 61
@@ -81,8 +82,7 @@ class Subject(L.LightningModule):
         return {"loss": loss, "rows": len(batch[0])}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = {name: gather_part(p.grad) for name, p in self.named_parameters() if p.grad is not None}
-        self.notes["gradients"].append(gradients)
+        self.notes["gradients"].append(gradients_of(self))
         self.notes["rates"].append(optimizer.param_groups[0]["lr"])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -102,25 +102,32 @@ class Subject(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+def gradients_of(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """Whole copies on rank 0. Under Megatron-FSDP a rank whose shard is empty has no gradient, but takes part."""
+    found = {}
+    for name, p in module.named_parameters():
+        partition = getattr(p, PARTITION, None)
+        if partition is not None and p.requires_grad:
+            source = p if p.grad is None else p.grad
+            found[name] = gather_part(Fragment(source.detach().to_local(), partition))
+        elif p.grad is not None:
+            found[name] = gather_part(p.grad)
+    return found
+
+
 def gather_part(tensor: Tensor) -> Tensor | None:
     """A plain copy on rank 0."""
     if not torch.distributed.is_initialized():
         return tensor.detach().clone()
-    whole = gather_whole(tensor)
+    whole = gather_whole(as_stored(tensor))
     return None if whole is None else whole.clone()
 
 
-def data(count: int, shuffled: bool = False) -> DataLoader:
-    """Rows of token ids, one per batch; the first id is the row's number.
-
-    Args:
-        count: number of rows.
-        shuffled: in the order in which Lightning has data ranks train, for one device.
-    """
+def data(count: int) -> DataLoader:
+    """Rows of token ids, one per batch; the first id is the row's number."""
     ids = torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
     ids[:, 0] = torch.arange(count)
-    dataset = TensorDataset(ids)
-    return DataLoader(dataset, sampler=DistributedSampler(dataset, 1, 0) if shuffled else None)
+    return DataLoader(TensorDataset(ids))
 
 
 def run_everything(
@@ -150,7 +157,7 @@ def run_everything(
             **settings,
         },
     )
-    run.fit(module, data(ROWS, shuffled=strategy == "auto"), data(UNEVEN), ckpt_path=resume)
+    run.fit(module, data(ROWS), data(UNEVEN), ckpt_path=resume)
     validated = {name: float(value) for name, value in run.callback_metrics.items()}
     parameters = {name: gather_part(p) for name, p in module.named_parameters()}
     tested = run.test(module, data(UNEVEN), verbose=False)[0]

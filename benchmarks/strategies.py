@@ -1,0 +1,165 @@
+"""The same run under every strategy: losses, gradient norms, memory and speed. Writes docs/strategies.md.
+
+A Llama with random weights takes some AdamW steps on random tokens, on one process and on two ranks. Memory is what a
+rank's resident set grew by at its peak, from before the model was built. Speed leaves the first step out.
+"""
+
+import argparse
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from tests.harness.pool import Nursery, Pool
+from tests.support.layouts import LAYOUTS
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "strategies.md"
+SIZES: dict[str, Any] = dict(
+    hidden_size=384,
+    intermediate_size=1056,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=4096,
+    use_cache=False,
+)
+ROWS, LENGTH, STEPS = 4, 128, 8
+RUNS: dict[str, tuple[int, int, Callable[[], Strategy]]] = {  # ranks, ranks that see different samples, strategy
+    "one process": (1, 1, FSDP2TPStrategy),
+    "DDP, dp=2": (2, 2, DDPStrategy),
+    "FSDP2, dp=2": (2, 2, FSDP2TPStrategy),
+    "FSDP2 x TP, tp=2": (2, 1, lambda: FSDP2TPStrategy(tp=2)),
+    "FSDP2 x TP, dp=2 x tp=2": (4, 2, lambda: FSDP2TPStrategy(tp=2)),
+    "Megatron-FSDP, dp=2, stage 1": (2, 2, LAYOUTS["megatron1-dp2"].make),
+    "Megatron-FSDP, dp=2, stage 3": (2, 2, LAYOUTS["megatron3-dp2"].make),
+    "Megatron-FSDP, tp=2, stage 3": (2, 1, LAYOUTS["megatron3-tp2"].make),
+}
+MIB = 2**20
+
+
+class Run(L.LightningModule):
+    """Notes what the table shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.times: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach())))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        plugin: Any = self.trainer.precision_plugin
+        self.norms.append(float(plugin.clip_norm(list(self.parameters()), float("inf"))))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def run(name: str) -> dict[str, Any]:
+    """Runs on each rank."""
+    ranks, data_size, make = RUNS[name]
+    ids = torch.randint(3, SIZES["vocab_size"], (ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    module = Run()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=make(), max_epochs=1, **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(ids), batch_size=ROWS // data_size))
+    seconds = (module.times[-1] - module.times[0]) / (STEPS - 1)
+    return {
+        "losses": module.losses,
+        "norms": module.norms,
+        "peak": _resident("VmHWM") - before,
+        "speed": ROWS * LENGTH / seconds,
+    }
+
+
+def _resident(field: str) -> float:
+    """MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+
+
+def describe() -> list[str]:
+    """Configuration and versions."""
+    sizes = ", ".join(f"{key} {value}" for key, value in SIZES.items() if key != "use_cache")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers", "megatron-fsdp"))
+    return [
+        "# One run under every strategy",
+        "",
+        (__doc__ or "").partition("\n\n")[2].strip(),
+        "",
+        f"{sizes}; float32; {ROWS} rows of {LENGTH} tokens per step over all ranks, {STEPS} steps. CPU "
+        f"({platform.machine()}), gloo, one thread per rank; {versions}. Written by `python -m benchmarks.strategies "
+        "--write`.",
+        "",
+        "Megatron-FSDP runs here through the tests' stand-in for CUDA streams: its numbers are the library's, but",
+        "speed and memory say nothing about a GPU. Two cores serve all ranks: no scaling can be read from this.",
+        "",
+        "| run | loss, first and last | from one process | norm, first and last | from one process | peak MiB per rank "
+        "| tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+
+def row(name: str, ranks: list[dict[str, Any]], one: dict[str, Any]) -> str:
+    """One line of the table."""
+    first = ranks[0]
+    cells = [name]
+    for key in ("losses", "norms"):
+        error = max(abs(a - e) / abs(e) for a, e in zip(first[key], one[key], strict=True))
+        cells += [f"{first[key][0]:.6f}, {first[key][-1]:.6f}", f"{error:.0e}"]
+    cells += [f"{max(rank['peak'] for rank in ranks):.0f}", f"{first['speed']:.0f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Entry point of ``python -m benchmarks.strategies``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    lines = describe()
+    print("\n".join(lines), flush=True)
+    nursery = Nursery()
+    one: dict[str, Any] = {}
+    try:
+        for name, (ranks, *_) in RUNS.items():
+            results = Pool(nursery, ranks).run(run, name, trainer=True, timeout=300)
+            one = one or results[0]
+            lines.append(row(name, results, one))
+            print(lines[-1], flush=True)
+    finally:
+        nursery.close()
+    if arguments.write:
+        DOCUMENT.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    from benchmarks import strategies  # by its own name: ranks must be able to import what they run
+
+    strategies.main()

@@ -1,0 +1,237 @@
+"""The Lightning strategy for NVIDIA's Megatron-FSDP: hooks that tell the library where passes and steps begin."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from lightning_automodel._compat.lightning import default_timeout
+from lightning_automodel.activation import apply_activation_checkpointing
+from lightning_automodel.blocks import find_blocks
+from lightning_automodel.config import MegatronFSDPConfig
+from lightning_automodel.fragments import complete_state
+from lightning_automodel.loading import broadcast_weights, materialize, sharded_loading
+from lightning_automodel.megatron import HAVE_MEGATRON_FSDP, building, device
+from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, MeshSizes, axis, resolve_sizes
+from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.units import check_levers_of_blocks, find_units, unwrap_compiled
+
+_SHARDED = "_sharded_by_megatron_fsdp"
+_MESH = "_mesh_of_megatron_fsdp"
+
+
+class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
+    """Trains any Hugging Face model tensor-parallel and sharded by Megatron-FSDP, with the numbers of one device.
+
+    The sizes multiply to the number of processes: ``dp x cp x tp = devices x num_nodes``. For CUDA devices.
+
+    Args:
+        tp: ranks that split each layer's matrices; they see the same batch.
+        cp: ranks that split each sequence. Not available yet: 1.
+        dp: ranks that see different samples and share parameters, gradients and optimizer states among them.
+        config: all other switches.
+        save_distributed_checkpoint: a folder with a part per rank (``True``), or one plain Lightning file.
+        async_save: training goes on while a folder is written.
+        process_group_backend: "nccl", or one per device type; ``None``: what ``config.backend`` says.
+        timeout: of every collective.
+        dp_replicate: 1; hybrid sharding is FSDP2TPStrategy's.
+        pp: 1; there is no pipeline.
+        ep: 1; experts are split by ``tp``.
+
+    Raises:
+        ValueError: if a size is not positive or not available.
+    """
+
+    strategy_name = "megatron_fsdp"
+
+    def __init__(
+        self,
+        tp: int = 1,
+        cp: int = 1,
+        dp: AutoSize = "auto",
+        config: MegatronFSDPConfig | None = None,
+        save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_timeout,
+        dp_replicate: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+    ) -> None:
+        _refuse_sizes({"cp": cp, "dp_replicate": dp_replicate, "pp": pp, "ep": ep})
+        if not HAVE_MEGATRON_FSDP:
+            raise ValueError("megatron-fsdp is not installed; pip install megatron-fsdp, or use FSDP2TPStrategy")
+        self.config = config or MegatronFSDPConfig()
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend or self.config.backend,
+            timeout=timeout,
+        )
+        self.choose_checkpoints(save_distributed_checkpoint, async_save)
+        self._requested = {"tp": tp, "cp": cp, "dp_shard": dp}
+        fixed = tp * (dp if isinstance(dp, int) else 1)
+        resolve_sizes(fixed, tp=tp, dp_shard=dp)
+        self._is_blocked = False
+
+    # ---- sizes and mesh ----------------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The size of each axis, resolved against the number of processes."""
+        return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
+
+    @override
+    def _configure_launcher(self) -> None:
+        device.require_cuda(self.root_device)
+        _ = self.sizes  # an error here comes before any process is started
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        self.join_mesh()
+
+    # ---- building the model ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with sharded_loading(self._split, self.root_device, is_restored=self._is_about_to_be_restored):
+            yield
+
+    def _split(self, model: nn.Module) -> None:
+        """Tensor parallelism, before weights are read: each rank reads its slices, and shards them afterwards."""
+        building.split(model, axis(self.device_mesh, TP), self.config)
+
+    @override
+    def build_parallel(self, module: "pl.LightningModule") -> None:
+        from lightning_automodel.megatron.sharded import ShardedModules  # needs the library, which is optional
+
+        unwrap_compiled(module)
+        if self._sharded is not None:
+            _check_mesh(vars(module)[_MESH], self.device_mesh)
+            return
+        if self.precision_plugin.precision == "16-mixed":
+            raise ValueError(
+                "precision='16-mixed': loss scaling needs gradients before Megatron-FSDP has reduced them; use "
+                "'bf16-mixed', or FSDP2TPStrategy"
+            )
+        units = find_units(module)
+        check_levers_of_blocks(self.config, [unit.module for unit in units])
+        originals: list[dict[str, Tensor]] = []
+        for unit in units:
+            if unit.is_sharded:
+                raise ValueError(f"{unit.name} was made parallel by FSDP2TPStrategy; build a new LightningModule")
+            if not building.is_split(unit.module):
+                self._split_in_memory(unit.module)
+            broadcast_weights(unit.module, self.device_mesh)  # what files lack, or nobody has seeded
+            originals.append(building.finish_split(unit.module, axis(self.device_mesh, TP), self._dtypes))
+            if isinstance(unit.module, PreTrainedModel) or find_blocks(unit.module):
+                apply_activation_checkpointing(unit.module, self.config.activation_checkpointing)
+        vars(module)[_MESH] = self.device_mesh
+        vars(module)[_SHARDED] = ShardedModules(
+            [unit.module for unit in units],
+            axis(self.device_mesh, DP_SHARD),
+            axis(self.device_mesh, TP),
+            self.config,
+            self._dtypes,
+            self.root_device,
+            originals,
+        )
+
+    def _split_in_memory(self, model: nn.Module) -> None:
+        broadcast_weights(model, self.device_mesh)
+        self._split(model)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            materialize(model, self.root_device)
+
+    @property
+    def _dtypes(self) -> building.Dtypes:
+        precision = self.precision_plugin
+        keeps = precision.param_dtype == torch.float32 or self.config.preserve_fp32_weights
+        return building.Dtypes(
+            compute=precision.mp_policy.param_dtype,
+            main=torch.float32 if keeps else None,
+            reduction=torch.float32 if self.config.grad_reduce_in_fp32 else None,
+        )
+
+    @property
+    def _sharded(self) -> Any:
+        return vars(self._module).get(_SHARDED)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        self.precision_plugin.clip_norm = self._sharded.clip
+
+    @override
+    def model_to_device(self) -> None:
+        for tensor in self._module.buffers():
+            tensor.data = tensor.data.to(self.root_device)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        complete_state(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        return super().optimizer_state(optimizer)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within this context the backward pass belongs to a window of micro-batches that is not complete."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._sharded.begin_backward(is_last=not self._is_blocked)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._sharded.end_backward()
+        super().post_backward(closure_loss)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._sharded.after_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._sharded.after_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._sharded.after_evaluation()
+
+
+def _refuse_sizes(sizes: dict[str, int]) -> None:
+    ways = {
+        "cp": "context parallelism is not available in this version; leave it at 1",
+        "dp_replicate": "use FSDP2TPStrategy(dp_replicate=...), or leave it at 1",
+        "pp": "there is no pipeline parallelism; use tp and dp",
+        "ep": "experts are split by tp; leave it at 1",
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise ValueError(f"MegatronFSDPStrategy({name}={size}): {ways[name]}")
+
+
+def _check_mesh(own: Any, mesh: Any) -> None:
+    if own != mesh:
+        raise ValueError(
+            f"the model was made parallel on another mesh ({own}) than this trainer's ({mesh}); build a new "
+            "LightningModule, or use the trainer that made it parallel"
+        )

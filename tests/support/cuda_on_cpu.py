@@ -1,0 +1,66 @@
+"""Stands in for the CUDA calls of megatron-fsdp, so that it runs on gloo. One CPU stream does everything in order."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron_fsdp import param_and_grad_buffer
+
+from lightning_automodel.megatron import device
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def _stream(stream: Any) -> Generator[None, None, None]:
+    yield
+
+
+def install() -> None:
+    """For the rest of this process."""
+    device.require_cuda = lambda _: None
+    only = _Stream()
+    replaced = {
+        "current_device": lambda: 0,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: only,
+        "stream": _stream,
+    }
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    preprocess = param_and_grad_buffer.gradient_reduce_preprocessing
+
+    def without_nccl(data: Any, factor: Any, config: Any) -> Any:
+        config.gradient_reduce_div_fusion = False  # an operation of NCCL alone
+        return preprocess(data, factor, config)
+
+    param_and_grad_buffer.gradient_reduce_preprocessing = without_nccl
