@@ -102,7 +102,7 @@ def _collect(sums: Sums, group: ProcessGroup | None) -> Sums:
 def _complete(staging: Staging, metadata: bytes, sums: Sums) -> None:
     (staging.folder / CHECKSUMS).write(to_json({**sums, METADATA: sum_of(metadata)}))
     (staging.folder / METADATA).write(metadata)
-    staging.publish()
+    staging.publish(last=METADATA)
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[Checkpoint, Checkpoint]:

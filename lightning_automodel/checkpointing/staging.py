@@ -36,12 +36,16 @@ class Staging:
         self.folder.make_folder()
         self._lock = _lock(self.folder)
 
-    def publish(self) -> None:
-        """Gives the folder its name. What had the name before is deleted afterwards."""
+    def publish(self, last: str) -> None:
+        """Gives the folder its name. What had the name before is deleted afterwards.
+
+        Args:
+            last: name of the file that makes it complete, for object stores, which have no names of folders to change.
+        """
         self._unlock()
         (self.folder / _LOCK).remove()
         aside = _set_aside(self.target) if self.target.exists() else None
-        self.folder.move_to(self.target)
+        self.folder.move_to(self.target, last)
         if aside is not None:
             aside.remove()
         _remove_if_empty(self.folder.parent)

@@ -56,17 +56,23 @@ class Location:
         """The folder that it lies in."""
         return Location(self.files, str(PurePosixPath(self.path).parent), self.is_local)
 
+    @property
+    def _fresh(self) -> AbstractFileSystem:
+        """The file system without what it remembers of folders that other processes write to."""
+        self.files.invalidate_cache()
+        return self.files
+
     def exists(self) -> bool:
         """Also true of a link that leads nowhere."""
-        return self.is_link() or self.files.exists(self.path)
+        return self.is_link() or self._fresh.exists(self.path)
 
     def is_folder(self) -> bool:
         """Follows links."""
-        return self.files.isdir(self.path)
+        return self._fresh.isdir(self.path)
 
     def is_file(self) -> bool:
         """Follows links."""
-        return self.files.isfile(self.path)
+        return self._fresh.isfile(self.path)
 
     def is_link(self) -> bool:
         """Only local file systems have links."""
@@ -78,8 +84,7 @@ class Location:
 
     def names(self) -> list[str]:
         """What a folder holds."""
-        self.files.invalidate_cache()
-        return sorted(PurePosixPath(entry).name for entry in self.files.ls(self.path, detail=False))
+        return sorted(PurePosixPath(entry).name for entry in self._fresh.ls(self.path, detail=False))
 
     def open(self, mode: str) -> IO[Any]:
         """A binary stream; ``mode`` is "rb" or "wb"."""
@@ -108,16 +113,18 @@ class Location:
             Path(self.path).unlink()
         elif self.is_local and Path(self.path).is_dir():
             shutil.rmtree(self.path)
-        elif self.files.exists(self.path):
+        elif self._fresh.exists(self.path):
             self.files.rm(self.path, recursive=True)
 
-    def move_to(self, target: "Location") -> None:
-        """Renames it. ``target`` must not exist."""
+    def move_to(self, target: "Location", last: str | None = None) -> None:
+        """Renames it. ``target`` must not exist. Where files are copied one by one, ``last`` names the last of them."""
         if self.is_local:
             Path(self.path).rename(target.path)
             _sync_folder(Path(target.path).parent)
-        else:
-            self.files.mv(self.path, target.path, recursive=self.is_folder())
+            return
+        for path in sorted(self._fresh.find(self.path), key=lambda path: PurePosixPath(path).name == last):
+            self.files.cp_file(path, f"{target.path}{path.removeprefix(self.path)}")
+        self.remove()
 
 
 def _protocols(files: AbstractFileSystem) -> tuple[str, ...]:

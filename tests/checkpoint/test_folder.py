@@ -39,11 +39,11 @@ def save(path: Path, value: float, sabotage: str | None = None) -> None:
     save_folder(contents_of(example(value)), Location.of(path))
 
 
-def die(*args: Any) -> None:
+def die(*args: Any, **kwargs: Any) -> None:
     os._exit(1)
 
 
-def fail(*args: Any) -> None:
+def fail(*args: Any, **kwargs: Any) -> None:
     if dist.get_rank() == 0:
         raise OSError("disk full")
 
