@@ -3,56 +3,18 @@
 from collections import Counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
+from tests.levers.collectives import Collectives
 from tests.levers.support import LENGTH, ROWS, token_ids
 from tests.support.families import tiny_model
 
-KINDS = {
-    "allreduce_": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-}
 STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
 BLOCK = (96 * (64 + 32 + 32 + 64) + 3 * 96 * 128 + 2 * 96) * 4  # bytes of a block's parameters
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives, and the bytes of the larger of what goes in and what comes out, by axis, kind and pass."""
-
-    def __init__(self, groups: dict[str, ProcessGroup]) -> None:
-        super().__init__()
-        self.names = {group.group_name: name for name, group in groups.items()}
-        self.direction = "forward"
-        self.found: dict[str, Counter[str]] = {"count": Counter(), "bytes": Counter()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            group = next(ProcessGroup.unbox(x) for x in args if _is_group(x))
-            kind = KINDS[func._schema.name.split("::")[1]]
-            key = f"{self.direction} {kind} {self.names[group.group_name]}"
-            self.found["count"][key] += 1
-            self.found["bytes"][key] += max(sum(x.nbytes for x in _tensors(value)) for value in args[:2])
-        return func(*args, **(kwargs or {}))
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, tuple | list):
-        return [x for entry in value for x in _tensors(entry)]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def per_block(sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, dict[str, float]]:

@@ -1,0 +1,274 @@
+"""Time of a training step against other ways to train the same model on tp=2. Writes docs/overhead.md.
+
+Every way trains the same Llama on the same batch with SGD, on two ranks of this machine. A run is a fresh pair of
+processes; runs of all ways alternate, and the median over the runs of each run's median step counts. The first steps of
+a run are left out. A ratio above 1 means that others take longer.
+"""
+
+import argparse
+import importlib.util
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import transformers
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy, parallelize
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from tests.harness.pool import Nursery, Pool
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
+WARM = 3
+VOCABULARY = 1024
+PLAN: dict[str, Any] = {
+    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "self_attn.o_proj": RowwiseParallel(),
+    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What is trained.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: number of blocks.
+        tokens: of the one row of a batch.
+        steps: of a run.
+        compiled: blocks go through ``torch.compile``.
+    """
+
+    hidden: int
+    layers: int
+    tokens: int
+    steps: int
+    compiled: bool = False
+
+
+SIZES = (Size(hidden=256, layers=8, tokens=256, steps=23), Size(hidden=1024, layers=4, tokens=256, steps=13))
+TARGETS = {256: 1.3, 1024: 1.08}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each way")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks, here and of the hand-written loop")
+    parser.add_argument("--smoke", action="store_true", help="one short run of each way: does it run?")
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    sizes = [Size(hidden=64, layers=2, tokens=32, steps=WARM + 2)] if arguments.smoke else list(SIZES)
+    sizes = [Size(**{**vars(size), "compiled": arguments.compile}) for size in sizes]
+    lines = list(describe())
+    print("\n".join(lines), flush=True)
+    nursery = Nursery()
+    try:
+        for line in table(Pool(nursery, 2), sizes, 1 if arguments.smoke else arguments.rounds):
+            print(line, flush=True)
+            lines.append(line)
+    finally:
+        nursery.close()
+    if arguments.write:
+        DOCUMENT.write_text("\n".join(lines) + "\n")
+
+
+def describe() -> Iterator[str]:
+    yield "# Time of a step against others"
+    yield ""
+    yield (__doc__ or "").partition("\n\n")[2].strip()
+    yield ""
+    yield (
+        f"One row per batch, float32, SGD, 2 ranks with one thread each on CPU ({platform.machine()}), torch "
+        f"{torch.__version__}, lightning {L.__version__}, transformers {transformers.__version__}. Written by "
+        "`python -m benchmarks.overhead --write`."
+    )
+    if importlib.util.find_spec("nemo_automodel") is None:
+        yield "nemo-automodel is not installed here and was not measured."
+    yield ""
+
+
+def table(pool: Pool, sizes: list[Size], rounds: int) -> Iterator[str]:
+    yield "| hidden x layers | way | ms per step | ratio to ours | target |"
+    yield "|---|---|---|---|---|"
+    for size in sizes:
+        ways = {name: way for name, way in WAYS.items() if not size.compiled or name in COMPILED}
+        found = medians(pool, size, ways, rounds)
+        ours = found[OURS]
+        for name, seconds in found.items():
+            label = f"{size.hidden} x {size.layers}{', compiled' if size.compiled else ''}"
+            target = "" if name in (OURS, LOOP) else f">= {1.0 if size.compiled else TARGETS.get(size.hidden, 1.0)}"
+            yield f"| {label} | {name} | {1e3 * seconds:.1f} | {seconds / ours:.2f} | {target} |"
+        share = 100 * (ours - found[LOOP]) / ours
+        yield f"| | share of Lightning in a step | {1e3 * (ours - found[LOOP]):.1f} | {share:.1f} % | <= 2 % |"
+
+
+def medians(pool: Pool, size: Size, ways: dict[str, Callable], rounds: int) -> dict[str, float]:
+    runs: dict[str, list[float]] = {name: [] for name in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(size).save_pretrained(folder)
+        for _ in range(rounds):
+            for name, way in ways.items():
+                seconds = pool.run(way, size, folder, trainer=name in TRAINERS, timeout=600)
+                runs[name].append(max(seconds))
+    return {name: statistics.median(values) for name, values in runs.items()}
+
+
+def make_model(size: Size) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.hidden * 11 // 4,
+        num_hidden_layers=size.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_batch(size: Size) -> Tensor:
+    return torch.randint(VOCABULARY, (1, size.tokens), generator=torch.Generator().manual_seed(1))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)  # the plans of others mix meshes
+
+
+# ---- ways, each returns seconds per step -----------------------------------------------------------------------------
+
+
+class Module(L.LightningModule):
+    """Notes when each step of the trainer begins."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.model: Any = None
+        self.times: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = make_model(self.size)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.times.append(time.perf_counter())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self)
+
+
+class HandWritten(Module):
+    """For Lightning's own strategy, which leaves the plan to its user."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            mesh = self.device_mesh
+            self.model = split_by_torch(make_model(self.size), mesh["tensor_parallel"], mesh["data_parallel"], False)
+
+
+def by_trainer(size: Size, folder: str) -> float:
+    config = FSDP2Config(enable_compile=size.compiled)
+    return fit(Module(size), FSDP2TPStrategy(tp=2, config=config))
+
+
+def by_lightning(size: Size, folder: str) -> float:
+    return fit(HandWritten(size), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
+
+
+def fit(module: Module, strategy: Any) -> float:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings: dict[str, Any] = dict.fromkeys(quiet, False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, use_distributed_sampler=False, **settings
+    )
+    batch = make_batch(module.size)
+    trainer.fit(module, DataLoader([batch] * (module.size.steps + 1), batch_size=None))  # type: ignore[arg-type]
+    return per_step(module.times)
+
+
+def by_our_loop(size: Size, folder: str) -> float:
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    return loop(parallelize(make_model(size), mesh, FSDP2Config(enable_compile=size.compiled)), size)
+
+
+def by_torch_loop(size: Size, folder: str) -> float:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return loop(split_by_torch(make_model(size), mesh["tp"], mesh["dp"], size.compiled), size)
+
+
+def by_transformers(size: Size, folder: str) -> float:
+    config = DistributedConfig(tp_size=2)
+    # It asks for accelerate, and does not use it for one device per process.
+    transformers.integrations.accelerate.is_accelerate_available = lambda: True
+    return loop(LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32), size)
+
+
+def split_by_torch(model: Any, tp: DeviceMesh, dp: DeviceMesh, compiled: bool) -> nn.Module:
+    """As torch's tutorials do: a style per projection, FSDP2 around blocks."""
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, ends)
+    for layer in model.model.layers:
+        parallelize_module(layer, tp, PLAN)
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mesh=dp)
+    return fully_shard(model, mesh=dp)
+
+
+def loop(model: Any, size: Size) -> float:
+    optimizer, ids = make_optimizer(model.train()), make_batch(size)
+    times = []
+    for _ in range(size.steps + 1):
+        times.append(time.perf_counter())
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return per_step(times)
+
+
+def per_step(times: list[float]) -> float:
+    steps = [after - before for before, after in pairwise(times)]
+    return statistics.median(steps[WARM:])
+
+
+OURS, LOOP = "Trainer + FSDP2TPStrategy", "parallelize() in a loop"
+TORCH = "torch's styles + fully_shard in a loop"
+WAYS: dict[str, Callable[[Size, str], float]] = {
+    OURS: by_trainer,
+    LOOP: by_our_loop,
+    TORCH: by_torch_loop,
+    "Trainer + ModelParallelStrategy, same plan": by_lightning,
+    "transformers' DistributedConfig in a loop": by_transformers,
+}
+TRAINERS = (OURS, "Trainer + ModelParallelStrategy, same plan", "transformers' DistributedConfig in a loop")
+COMPILED = (OURS, LOOP, TORCH)
+
+if __name__ == "__main__":
+    from benchmarks import overhead  # by its own name: ranks must be able to import what they run
+
+    overhead.main()
