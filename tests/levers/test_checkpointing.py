@@ -16,7 +16,7 @@ from lightning_automodel.parallelizer import parallelize
 from tests.exactness.test_composite import build as build_llava
 from tests.exactness.test_composite import draw as draw_images
 from tests.functional.support import BOUND, build_llama, with_vectors
-from tests.harness.pool import Pool, RankFailed
+from tests.harness.pool import Nursery, Pool, RankFailed
 from tests.levers.support import LENGTH, ROWS, different, kept_bytes, token_ids
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
@@ -168,6 +168,23 @@ def test_bytes_on_two_ranks(pool2: Pool) -> None:
     expected = {"full False": STREAM, "full True": STREAM / 2, "submodule True": 2 * STREAM + 2 * STREAM / 2}
     for found in pool2.run(bytes_per_rank):
         assert found == expected
+
+
+def test_what_waits_on_the_host() -> None:
+    whole = llama().train()
+    model = copy.deepcopy(whole)
+    apply_activation_checkpointing(model, offload=True)
+    assert different(lambda: whole, lambda: model, token_ids()) == []
+
+
+def refused_on_cpu() -> None:
+    mesh = build_mesh(resolve_sizes(1), "cpu")
+    parallelize(llama(), mesh, FSDP2Config(activation_checkpointing=True, activation_offload=True))
+
+
+def test_host_memory_is_all_there_is_on_cpu(nursery: Nursery) -> None:
+    with pytest.raises(RankFailed, match="on CPU activations are in host memory already"):
+        Pool(nursery, 1).run(refused_on_cpu)
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
