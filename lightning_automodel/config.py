@@ -211,6 +211,9 @@ class MegatronFSDPConfig:
         nccl_ub: buffers registered with NCCL; needs the backend "nccl".
         fsdp_double_buffer: two buffers that stay allocated take turns in gathering units; stage 3, blocks of one size.
         activation_checkpointing: as in :class:`FSDP2Config`.
+        enable_compile: as in :class:`FSDP2Config`, and so the next two.
+        compile_backend: of ``torch.compile``.
+        compile_dynamic: one graph for all lengths, or one for each.
         sequence_parallel: refused; FSDP2TPStrategy has it.
         tp_plan: as in :class:`FSDP2Config`.
         chunked_loss: as in :class:`FSDP2Config`.
@@ -234,6 +237,9 @@ class MegatronFSDPConfig:
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     activation_checkpointing: bool | str | list[str] = False
+    enable_compile: bool = False
+    compile_backend: str = "inductor"
+    compile_dynamic: bool | None = None
     sequence_parallel: bool = False
     tp_plan: Mapping[str, str | ParallelStyle] | str | None = None
     chunked_loss: int | None = None
@@ -243,6 +249,7 @@ class MegatronFSDPConfig:
     def __post_init__(self) -> None:
         check_checkpointing(self.activation_checkpointing, "all", False)
         _check_loss(self.chunked_loss, self.loss_kernel)
+        _check_compile(self)
         if self.zero_dp_strategy not in range(4):
             raise ValueError(f"zero_dp_strategy={self.zero_dp_strategy!r} is not a ZeRO stage; use 0, 1, 2 or 3")
         for name, (needed, reason) in self._refusals().items():
@@ -281,7 +288,7 @@ def _refuse_coming(config: Any) -> None:
             )
 
 
-def _check_compile(config: FSDP2Config | DDPConfig) -> None:
+def _check_compile(config: FSDP2Config | DDPConfig | MegatronFSDPConfig) -> None:
     if not config.enable_compile and (config.compile_backend, config.compile_dynamic) != ("inductor", None):
         raise ValueError("compile_backend and compile_dynamic do nothing without enable_compile=True")
 

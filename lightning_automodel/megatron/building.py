@@ -4,6 +4,7 @@
 
     split         tensor parallelism with DTensors: transformers reads, or we draw, each rank's slices
     finish_split  plain slices, the loss, the dtype of compute
+    apply_levers  activation checkpointing, compilation
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_automodel.activation import apply_activation_checkpointing
+from lightning_automodel.blocks import find_blocks
+from lightning_automodel.compiling import apply_compile
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import cast_parameters
@@ -91,6 +95,18 @@ def finish_split(model: nn.Module, tp_mesh: DeviceMesh, dtypes: Dtypes) -> dict[
     return {
         name: before[name] for name, p in model.named_parameters() if p.dtype.itemsize < before[name].dtype.itemsize
     }
+
+
+def apply_levers(model: nn.Module, config: MegatronFSDPConfig) -> None:
+    """Checkpoints and compiles the blocks of ``model``, in place; a layer without blocks stays as it is.
+
+    Raises:
+        ValueError: if ``model`` is one of transformers' and has no blocks for what ``config`` asks for.
+    """
+    if isinstance(model, PreTrainedModel) or find_blocks(model):
+        apply_activation_checkpointing(model, config.activation_checkpointing)
+        if config.enable_compile:
+            apply_compile(model, backend=config.compile_backend, dynamic=config.compile_dynamic)
 
 
 def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:

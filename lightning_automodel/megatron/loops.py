@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_automodel._compat import after_backward
-from lightning_automodel.activation import apply_activation_checkpointing
-from lightning_automodel.blocks import find_blocks
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading import broadcast_weights, materialize
-from lightning_automodel.megatron.building import Dtypes, finish_split, split
+from lightning_automodel.megatron.building import Dtypes, apply_levers, finish_split, split
 from lightning_automodel.megatron.sharded import ShardedModules
 
 _SHARDED = "_sharded_by_megatron_fsdp"
@@ -42,8 +40,7 @@ def parallelize(
         materialize(model, where)
         broadcast_weights(model, dp_mesh)
     finish_split(model, tp_mesh, dtypes)
-    if find_blocks(model):
-        apply_activation_checkpointing(model, config.activation_checkpointing)
+    apply_levers(model, config)
     sharded = ShardedModules([model], dp_mesh, tp_mesh, config, dtypes, where)
     vars(model)[_SHARDED] = _Loop(sharded)
     model.register_forward_hook(_watch_outputs)

@@ -11,12 +11,9 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import default_timeout
-from lightning_automodel.activation import apply_activation_checkpointing
-from lightning_automodel.blocks import find_blocks
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.fragments import complete_state
 from lightning_automodel.loading import broadcast_weights, materialize, sharded_loading
@@ -135,8 +132,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
                 self._split_in_memory(unit.module)
             broadcast_weights(unit.module, self.device_mesh)  # what files lack, or nobody has seeded
             originals.append(building.finish_split(unit.module, axis(self.device_mesh, TP), self._dtypes))
-            if isinstance(unit.module, PreTrainedModel) or find_blocks(unit.module):
-                apply_activation_checkpointing(unit.module, self.config.activation_checkpointing)
+            building.apply_levers(unit.module, self.config)
         vars(module)[_MESH] = self.device_mesh
         vars(module)[_SHARDED] = ShardedModules(
             [unit.module for unit in units],

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -166,6 +167,30 @@ def test_errors_that_help(pool2: Pool) -> None:
     for left, not_finite in pool2.run(meet_errors, trainer=True):
         assert "block_backward_sync" in left
         assert "check_for_nan_in_grad=False" in not_finite
+
+
+# ---- compile ---------------------------------------------------------------------------------------------------------
+
+
+def fit_compiled(compiled: bool, stage: int, tp: int = 1, **fields: Any) -> tuple[list[float], int]:
+    cuda_on_cpu.install()
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    if compiled:
+        fields |= {"enable_compile": True, "compile_backend": graphs}
+    strategy = MegatronFSDPStrategy(tp=tp, config=MegatronFSDPConfig(zero_dp_strategy=stage, **fields))
+    module = ByHand()
+    make_trainer(strategy, max_epochs=2).fit(module, batches(world_size() // tp))
+    return module.losses, graphs.frame_count
+
+
+def test_compiled_blocks(pool2: Pool) -> None:
+    for stage, tp, mode in ((1, 1, False), (3, 1, "full"), (3, 2, False)):
+        fields = {"activation_checkpointing": mode, "trainer": True}
+        losses, _ = pool2.run(fit_compiled, False, stage, tp, **fields)[0]
+        compiled, graphs = pool2.run(fit_compiled, True, stage, tp, **fields)[0]
+        assert compiled == pytest.approx(losses, rel=1e-5), (stage, tp)
+        assert 1 <= graphs <= 2, (stage, tp)  # blocks share theirs
 
 
 # ---- loops of one's own ----------------------------------------------------------------------------------------------
