@@ -7,6 +7,7 @@ import argparse
 import importlib
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,19 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks._ranks import GB, Memory, describe_machine, write_model
 from lightning_automodel import _compat
+from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading import sharded_loading
-from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.megatron import building
+from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.shards import local_tensor
 from tests.harness.pool import Nursery, Pool
+from tests.support import cuda_on_cpu
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loading.md"
 RANKS = 4
-VARIANTS: dict[str, dict[str, int] | None] = {
-    "ours, dp_shard=4": {},
-    "ours, dp_shard=2 x tp=2": {"tp": 2},
-    "loaded by every rank, then fully_shard": None,
-}
 
 
 def main() -> None:
@@ -47,21 +46,20 @@ def main() -> None:
         size = write_model(Path(directory), options.layers)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
         for _ in range(options.repetitions):
-            for name, sizes in VARIANTS.items():
-                ranks = Pool(nursery, RANKS).run(task, directory, sizes, timeout=300)
+            for name in VARIANTS:
+                ranks = Pool(nursery, RANKS).run(task, directory, name, timeout=300)
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
     nursery.close()
     options.table.write_text("\n".join(lines(size, rounds)) + "\n")
     print(options.table.read_text())
 
 
-def measure(directory: str, sizes: dict[str, int] | None) -> dict[str, float]:
+def measure(directory: str, variant: str) -> dict[str, float]:
     """On one rank, in bytes and seconds."""
     read = count_bytes()
-    mesh = build_mesh(resolve_sizes(RANKS, **(sizes or {})), "cpu")
     dist.barrier()
     with Memory().measured() as memory:
-        model = load_then_shard(directory) if sizes is None else load_sharded(directory, mesh)
+        model = VARIANTS[variant](directory)
         for parameter in model.parameters():
             local_tensor(parameter).add_(0)  # until it is written to, a tensor on the CPU may be a view of the file
         dist.barrier()
@@ -71,16 +69,31 @@ def measure(directory: str, sizes: dict[str, int] | None) -> dict[str, float]:
         "seconds": memory.seconds,
         "own": memory.own,
         "resident": memory.resident,
-        "bytes": read() if sizes is not None else sum(whole),
+        "bytes": read() or sum(whole),
         "share": sum(parts),
         "largest": max(whole),
     }
 
 
-def load_sharded(directory: str, mesh: Any) -> torch.nn.Module:
-    """As under our strategies."""
+def load_sharded(directory: str, **sizes: int) -> torch.nn.Module:
+    """As under FSDP2TPStrategy."""
+    mesh = build_mesh(resolve_sizes(RANKS, **sizes), "cpu")
     with sharded_loading(lambda model: parallelize(model, mesh), torch.device("cpu")):
         return AutoModelForCausalLM.from_pretrained(directory)
+
+
+def load_for_megatron(directory: str, tp: int) -> torch.nn.Module:
+    """As under MegatronFSDPStrategy: the library shards what has its values."""
+    from lightning_automodel.megatron.sharded import ShardedModules
+
+    cuda_on_cpu.install()
+    mesh = build_mesh(resolve_sizes(RANKS, tp=tp), "cpu")
+    tp_mesh, config, dtypes = axis(mesh, TP), MegatronFSDPConfig(), building.Dtypes(main=None)
+    with sharded_loading(lambda model: building.split(model, tp_mesh, config), torch.device("cpu")):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+    building.finish_split(model, tp_mesh, dtypes)
+    ShardedModules([model], axis(mesh, DP_SHARD), tp_mesh, config, dtypes, torch.device("cpu"))
+    return model
 
 
 def load_then_shard(directory: str) -> torch.nn.Module:
@@ -91,6 +104,15 @@ def load_then_shard(directory: str) -> torch.nn.Module:
     fully_shard(model)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return model
+
+
+VARIANTS: dict[str, Callable[[str], torch.nn.Module]] = {
+    "FSDP2, dp_shard=4": load_sharded,
+    "FSDP2, dp_shard=2 x tp=2": partial(load_sharded, tp=2),
+    "Megatron-FSDP, dp=4": partial(load_for_megatron, tp=1),
+    "Megatron-FSDP, dp=2 x tp=2": partial(load_for_megatron, tp=2),
+    "loaded by every rank, then fully_shard": load_then_shard,
+}
 
 
 def count_bytes() -> Callable[[], int]:
@@ -118,7 +140,8 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
         f"`from_pretrained` of a Llama of {size / GB:.2f} GB (bf16, safetensors, in the page cache) on {RANKS} ranks,",
         "and a write to every weight. Medians over rounds of the worst rank. Memory is above what the process held",
         "before: own memory is what no file backs; resident memory also counts pages of the mapped files, which the",
-        "system takes back when it needs them.",
+        "system takes back when it needs them. Megatron-FSDP shards parameters that have their values: a rank reads",
+        "its slices of tp, and keeps its share of them afterwards.",
         "",
         "| | seconds | own memory, peak | resident, peak | resident / (share + largest) | bytes read / share |",
         "|---|---|---|---|---|---|",
