@@ -72,7 +72,8 @@ def test_several_models_and_a_layer_beside_them(pool1: Pool, pool2: Pool, pool4:
         for one, many in zip(expected, actual, strict=True):
             assert one.keys() == many.keys()
             for name, gradient in one.items():
-                assert (many[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+                # Rounding: gradients of k_proj are sums that cancel, up to 2.1e-5 on some processors.
+                assert (many[name] - gradient).norm() <= 5e-5 * gradient.norm(), name
 
 
 class Optimized(Recorder):
