@@ -36,44 +36,82 @@ class Stream:
 
     Attributes:
         group: of the tp axis.
+        beside: streams that blocks may hold beside each other for each token, as hyper-connections do.
         length: tokens of the whole sequence; ``None`` while the stream is whole.
+        batch: rows of the batch.
         width: features of the stream.
         running: between the first and the last block.
     """
 
     group: ProcessGroup
+    beside: int | None = None
     length: int | None = None
+    batch: int | None = None
     width: int | None = None
     running: bool = False
 
-    def is_slice(self, value: Any) -> bool:
-        """Whether ``value`` is this rank's slice of the sequence.
+    def length_of(self, value: Tensor) -> int | None:
+        """Tokens to cut of a ``value`` that enters the first block; ``None`` where it must stay whole.
 
-        That is [batch, slice, features], or several such beside each other: [batch, slice, n, width of the stream].
+        That is where there are too few to cut, as in generation token by token, or where it is not known which
+        dimension is the sequence, as with gemma3n's [streams, batch, seq, features].
         """
-        if self.length is None:
-            return False
-        return self._has_rows(value, shard_bounds(self.length, self.group.size(), self.group.rank())[1])
+        if not self.has_tokens(value) or value.shape[1] < 2 * self.group.size():
+            return None
+        return value.shape[1]
+
+    def has_tokens(self, value: Tensor) -> bool:
+        """Whether ``value`` is a residual stream: [batch, seq, features] or [batch, seq, beside, features]."""
+        return value.ndim == 3 or (value.ndim == 4 and value.shape[2] == self.beside)
+
+    def is_slice(self, value: Any) -> bool:
+        """Whether ``value`` is this rank's slice of the sequence: [batch, slice, features], or several beside each
+        other, [batch, slice, n, width of the stream] or [batch, slice, streams beside each other, n].
+        """
+        return self.length is not None and self._has_rows(value, self._rows())
 
     def resembles_slice(self, value: Tensor) -> bool:
         """Whether ``value`` has the shape of any rank's slice; all ranks find the same."""
         if self.length is None:
             return False
-        ranks = self.group.size()
-        return any(self._has_rows(value, shard_bounds(self.length, ranks, rank)[1]) for rank in range(ranks))
+        return any(self._has_rows(value, self._rows(rank)) for rank in range(self.group.size()))
 
     def is_whole(self, value: Any) -> bool:
         """Whether ``value`` holds the whole sequence, in the same shapes."""
         return self.length is not None and self._has_rows(value, self.length)
 
     def is_flat(self, value: Any) -> bool:
-        """Whether ``value`` is [batch x whole sequence, features]."""
-        return self.length is not None and _is_float(value) and value.ndim == 2 and not value.shape[0] % self.length
+        """Whether ``value`` is [batch x whole sequence, ...]."""
+        return self.length is not None and self._is_flat(value, self.length)
+
+    def is_flat_slice(self, value: Any) -> bool:
+        """Whether ``value`` is [batch x slice, ...]."""
+        return self.length is not None and self._is_flat(value, self._rows())
+
+    def runs_flat(self, args: tuple, kwargs: dict, whole: bool) -> bool:
+        """Whether a module is called with tokens of all rows of the batch in one dimension: its first argument is
+        [batch x slice, width of the stream], or the same of the ``whole`` sequence.
+        """
+        first: Any = next(iter((*args, *kwargs.values())), None)
+        if not _is_float(first) or first.ndim != 2 or first.shape[1] != self.width:
+            return False
+        return self.is_flat(first) if whole else self.is_flat_slice(first)
+
+    def unflatten(self, value: Tensor, whole: bool) -> Tensor:
+        """[batch x tokens, ...] to [batch, tokens, ...]."""
+        return value.unflatten(0, (self.batch, self.length if whole else self._rows()))
+
+    def _rows(self, rank: int | None = None) -> int:
+        assert self.length is not None
+        return shard_bounds(self.length, self.group.size(), self.group.rank() if rank is None else rank)[1]
+
+    def _is_flat(self, value: Any, rows: int) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.batch * rows  # type: ignore[operator]
 
     def _has_rows(self, value: Any, rows: int) -> bool:
         if not _is_float(value) or value.ndim not in (3, 4) or value.shape[1] != rows:
             return False
-        return value.ndim == 3 or value.shape[-1] == self.width
+        return value.ndim == 3 or value.shape[-1] == self.width or value.shape[2] == self.beside
 
 
 def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: SequenceLayout) -> dict[str, Stream]:
@@ -84,7 +122,7 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
     """
     streams: dict[str, Stream] = {}
     for blocks in layout.block_lists:
-        stream = Stream(group)
+        stream = Stream(group, layout.beside)
         for name in blocks:
             streams[name] = stream
             block = model.get_submodule(name)
@@ -95,7 +133,7 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
             for child, closed in layout.children[name].items():
                 module = model.get_submodule(child)
                 module.register_forward_pre_hook(_enter_child(stream, closed), with_kwargs=True)
-                module.register_forward_hook(_leave_child(stream, closed, child))
+                module.register_forward_hook(_leave_child(stream, closed, child), with_kwargs=True)
     return streams
 
 
@@ -112,8 +150,9 @@ def _enter_block(stream: Stream, module: nn.Module, block: str, first: bool) -> 
         value = given[names[0]]
         known = getattr(value, _LENGTH, None)
         if first and known is None:
-            stream.running, stream.length, stream.width = True, _length(stream, value), value.shape[-1]
-            _warn_of_other_streams(block, value)
+            stream.running, stream.length = True, stream.length_of(value)
+            stream.batch, stream.width = value.shape[0], value.shape[-1]
+            _warn_of_other_streams(stream, block, value)
         elif hasattr(value, _LENGTH):
             stream.length = known
         elif not stream.running:
@@ -150,14 +189,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
 
 
-def _length(stream: Stream, value: Tensor) -> int | None:
-    """Tokens to cut; ``None`` leaves a stream whole that is too short to cut, as in generation token by token."""
-    return value.shape[1] if value.ndim == 3 and value.shape[1] >= 2 * stream.group.size() else None
-
-
-def _warn_of_other_streams(block: str, value: Tensor) -> None:
-    """Such as gemma3n's several, [streams, batch, seq, features]. Compiled graphs have no room for warnings."""
-    if value.ndim != 3 and not torch.compiler.is_compiling():
+def _warn_of_other_streams(stream: Stream, block: str, value: Tensor) -> None:
+    """Compiled graphs have no room for warnings."""
+    if not stream.has_tokens(value) and not torch.compiler.is_compiling():
         warn_once(
             f"sequence_parallel=True has no effect on {block} and the blocks behind it: what enters is "
             f"{list(value.shape)}, and only a residual stream [batch, seq, features] is cut; it stays whole, and exact"
@@ -194,15 +228,16 @@ def _stream_again(stream: Stream) -> Snapshot:
     """The backward pass runs single blocks again, when their stream is long whole."""
 
     def snapshot(block: nn.Module) -> Context:
-        length, width = stream.length, stream.width
+        then = stream.length, stream.batch, stream.width
 
         @contextmanager
         def again() -> Generator[None, None, None]:
-            now, stream.length, stream.width = (stream.length, stream.width), length, width
+            now = stream.length, stream.batch, stream.width
+            stream.length, stream.batch, stream.width = then
             try:
                 yield
             finally:
-                stream.length, stream.width = now
+                stream.length, stream.batch, stream.width = now
 
         return again
 
@@ -215,18 +250,24 @@ def _stream_again(stream: Stream) -> Snapshot:
 def _enter_child(stream: Stream, closed: bool) -> Callable:
     """A child sees the whole sequence; a boundary of tensor parallelism sums the gradients of what it takes."""
 
-    def enter(value: Any) -> Any:
+    def join(value: Tensor) -> Tensor:
+        assert stream.length is not None
+        return (gather_in if closed else gather)(value, 1, stream.length, stream.group)
+
+    def enter(value: Any, flat: bool) -> Any:
+        if flat and stream.is_flat_slice(value):
+            return join(stream.unflatten(value, whole=False)).flatten(0, 1)
         if stream.is_slice(value):
-            assert stream.length is not None
-            return (gather_in if closed else gather)(value, 1, stream.length, stream.group)
+            return join(value)
         if isinstance(value, tuple | list):
-            return type(value)(map(enter, value))
+            return type(value)(enter(x, flat) for x in value)
         if closed and _is_float(value):
             return copy_in(value, stream.group)
         return value
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return tuple(map(enter, args)), {name: enter(value) for name, value in kwargs.items()}
+        flat = stream.runs_flat(args, kwargs, whole=False)
+        return tuple(enter(x, flat) for x in args), {name: enter(x, flat) for name, x in kwargs.items()}
 
     return hook
 
@@ -235,25 +276,32 @@ def _leave_child(stream: Stream, closed: bool, name: str) -> Callable:
     def cut(value: Tensor) -> Tensor:
         return scatter_out(value, 1, stream.group) if closed else split(value, 1, stream.group)
 
+    def cut_flat(value: Tensor) -> Tensor:
+        return cut(stream.unflatten(value, whole=True)).flatten(0, 1)
+
     def leave(value: Any) -> Any:
         if stream.is_whole(value):
             return cut(value)
-        if stream.is_flat(value):
-            return cut(value.unflatten(0, (-1, stream.length))).flatten(0, 1)
+        if _is_float(value) and value.ndim == 2 and stream.is_flat(value):
+            return cut_flat(value)
         if closed and stream.length is None:
             return reduce_out(value, stream.group)
         if closed:
             raise ValueError(_cannot_cut(name, value, stream))
         return value
 
-    def leave_all(output: Any) -> Any:
+    def leave_beside(value: Any, flat: bool) -> Any:
+        if closed:
+            return value
+        if stream.is_whole(value):
+            return cut(value)
+        return cut_flat(value) if flat and stream.is_flat(value) else value
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if not isinstance(output, tuple):
             return leave(output)
-        rest = output[1:] if closed else tuple(cut(x) if stream.is_whole(x) else x for x in output[1:])
-        return (leave(output[0]), *rest)
-
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        return leave_all(output)
+        flat = stream.runs_flat(args, kwargs, whole=True)
+        return (leave(output[0]), *(leave_beside(x, flat) for x in output[1:]))
 
     return hook
 

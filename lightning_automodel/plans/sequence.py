@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_automodel.blocks import CONTAINERS, class_names
+from lightning_automodel.blocks import CONTAINERS, class_names, text_config
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 
 STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
@@ -20,11 +20,13 @@ class SequenceLayout:
         block_lists: names of the blocks of each list that runs on a cut stream, in order.
         children: by block, the children that see the whole sequence; ``True`` for a boundary of tensor parallelism.
         sliced: names of the parameters that see a slice of the sequence only.
+        beside: streams that the blocks hold beside each other for each token: [batch, seq, beside, features].
     """
 
     block_lists: list[list[str]] = field(default_factory=list)
     children: dict[str, dict[str, bool]] = field(default_factory=dict)
     sliced: set[str] = field(default_factory=set)
+    beside: int | None = None
 
 
 def derive_sequence_layout(
@@ -38,7 +40,7 @@ def derive_sequence_layout(
         boundaries: names of the boundary children.
         planned: names of modules and parameters that the plan names.
     """
-    layout = SequenceLayout()
+    layout = SequenceLayout(beside=getattr(text_config(model), "hc_mult", None))  # hyper-connections
     lists: dict[str, list[str]] = {}
     for name in blocks:
         if any(other.startswith(f"{name}.") for other in planned):

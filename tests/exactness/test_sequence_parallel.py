@@ -126,6 +126,9 @@ BLOCKS = [
     *(Case(family, left_padded) for family in ("qwen3_moe", "deepseek_v3", "gemma2", "gemma3n_text")),
     Case("mistral", packed, changes=WINDOWS),
     Case("nemotron_h", right_padded, changes={"num_hidden_layers": 4}),
+    # a router and experts that take [batch x slice, features]
+    Case("gemma4_text", left_padded, changes={"enable_moe_block": True, "top_k_experts": 2}, checkpointing=True),
+    Case("hy_v4", left_padded, checkpointing=True),  # four streams beside each other
     Case("florence2", translation, lengths=(24, 9), plan=DECODER),
     *(Case(f, right_padded, checkpointing=True) for f in ("llama", "gemma3n_text", "qwen3_moe")),
 ]
@@ -228,7 +231,8 @@ def test_a_stream_that_stays_whole_is_named_once(pool2: Pool) -> None:
     (message,), others = pool2.run(warnings_of_three_steps, "gemma3n_text")
     assert "no effect on model.layers.0 and the blocks behind it" in message
     assert not others
-    assert pool2.run(warnings_of_three_steps, "llama") == [[], []]
+    for family in ("llama", "hy_v4"):
+        assert pool2.run(warnings_of_three_steps, family) == [[], []]
 
 
 class Reentrant(nn.Module):
