@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat import holds_partial_sums, pending_gradients
+from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.states import clean_name
 
@@ -78,11 +79,4 @@ def _sum(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _sharded_like(parameter: DTensor, local: Tensor) -> Tensor:
-    return DTensor.from_local(
-        local.to(parameter.dtype).contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return dtensor_like(local.to(parameter.device, parameter.dtype), parameter)

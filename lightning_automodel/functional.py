@@ -13,6 +13,7 @@ from lightning_automodel.activation import apply_activation_checkpointing, get_l
 from lightning_automodel.compiling import compile_blocks
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
+from lightning_automodel.offloading import offload_policy_for
 from lightning_automodel.plans.selection import Rules
 from lightning_automodel.registry import get_parallelization_strategy
 from lightning_automodel.sharding import find_float32, reshard, set_prefetch, shard_unit
@@ -24,7 +25,7 @@ def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: CPUOffloadPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | dict[str, Any] | bool | None = None,
     sequence_parallel: bool = False,
     activation_checkpointing: bool | str = False,
     tp_shard_plan: Rules | str | None = None,
@@ -45,7 +46,7 @@ def fsdp2_strategy_parallelize(
             with weights, of which rank 0's count.
         device_mesh: with at least the axes ``dp_shard_cp_mesh_name`` and ``tp_mesh_name``, flattened ones included.
         mp_policy: ``None``: compute in bfloat16, reduce in float32.
-        offload_policy: not available yet.
+        offload_policy: parameters wait on the host; see :class:`~lightning_automodel.FSDP2Config`.
         sequence_parallel: cut the residual stream on the sequence over tp.
         activation_checkpointing: compute activations again in the backward pass; see
             :class:`~lightning_automodel.FSDP2Config`.
@@ -92,7 +93,7 @@ def apply_fsdp2_sharding_recursively(
     module: nn.Module,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: CPUOffloadPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | dict[str, Any] | bool | None = None,
     enable_fsdp2_prefetch: bool = True,
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
@@ -107,7 +108,7 @@ def apply_fsdp2_sharding_recursively(
         module: lists may be nested; lists inside of a member belong to the member.
         mesh: of one axis, or two for hybrid sharding (replicas first).
         mp_policy: dtypes of compute and reduction.
-        offload_policy: not available yet.
+        offload_policy: parameters wait on the host; see :class:`~lightning_automodel.FSDP2Config`.
         enable_fsdp2_prefetch: each member asks for others' parameters while it computes.
         fsdp2_backward_prefetch_depth: for how many, in the backward pass.
         fsdp2_forward_prefetch_depth: for how many, in the forward pass.
@@ -118,18 +119,18 @@ def apply_fsdp2_sharding_recursively(
         ValueError: if a switch is not available, or a depth is below 1.
     """
     FSDP2Config(
-        offload_policy=offload_policy,
         fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
         fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
     )
     in_float32 = find_float32(module)
+    offload = offload_policy_for(offload_policy, mesh.device_type)
     members = list(_members(module))
     for member, is_last in members:
         after = not is_last if reshard_after_forward is None else reshard_after_forward
         if fully_shard_fn is not None:
-            fully_shard_fn(member, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=after)
+            fully_shard_fn(member, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=after, offload_policy=offload)
         else:
-            shard_unit(member, list(member.parameters()), mesh, mp_policy, in_float32, after)
+            shard_unit(member, list(member.parameters()), mesh, mp_policy, in_float32, after, offload)
     if enable_fsdp2_prefetch:
         units = [member for member, _ in members if isinstance(member, FSDPModule)]
         set_prefetch(units, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)

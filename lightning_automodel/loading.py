@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import empty_loading_info, patched_pretrained_loading, reports_on_rank_zero
+from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.blocks import is_kept_in_float32
 from lightning_automodel.logs import warn_once
+from lightning_automodel.offloading import home_of, move
 from lightning_automodel.reserving import copy_among_replicas, reserve, share
 from lightning_automodel.shards import copy_from_whole
 
@@ -40,7 +42,7 @@ def sharded_loading(
 
     Args:
         parallelize: makes the model parallel in place, ties included.
-        device: where each rank's parameters and the buffers go.
+        device: where each rank's parameters and the buffers go; shards that wait on the host do not.
         replicas: ranks that hold the same (shards, or the whole model); the first reads and sends it to the others.
         is_restored: whether a checkpoint will overwrite all weights of a model, which are then not read.
     """
@@ -50,26 +52,28 @@ def sharded_loading(
     ) -> Any:
         ties = tie_groups(_tie(model))
         parallelize(model)
+        home = home_of(model, device)
         model.__dict__["_ties_of_lightning_automodel"] = ties
         if is_restored is not None and is_restored(model):
-            reserve(model, device)
+            reserve(model, home)
             return empty_loading_info(), None
 
         def read() -> Any:
             _warn_of_pickles(files)
-            return original(model, state_dict, files, replace(load_config, device_map={"": device}), *args)
+            return original(model, state_dict, files, replace(load_config, device_map={"": home}), *args)
 
-        return read() if replicas is None else _read_on_first(model, read, device, replicas)
+        return read() if replicas is None else _read_on_first(model, read, home, replicas)
 
     def initialize(original: Callable, model: PreTrainedModel, *args: Any) -> None:
-        initialize_missing(model, lambda: original(model, *args))
+        initialize_missing(model, lambda: original(model, *args), home_of(model, device))
 
     def finalize(original: Callable, model: PreTrainedModel, load_config: Any, info: Any, *args: Any) -> Any:
         loaded = set(model.state_dict()) - info.missing_and_mismatched()
         with reports_on_rank_zero():
-            result = original(model, replace(load_config, device_map={"": device}), info, *args)
+            result = original(model, replace(load_config, device_map={"": home_of(model, device)}), info, *args)
         if replicas is not None:
             copy_among_replicas(model, sorted(loaded), replicas)
+        move(model, device)
         _check_ties(model, model.__dict__.pop("_ties_of_lightning_automodel", []))
         return result
 
@@ -100,11 +104,14 @@ def _warn_of_pickles(files: list[str] | None) -> None:
         )
 
 
-def initialize_missing(model: nn.Module, initialize: Callable[[], None], buffers: Iterable[Tensor] = ()) -> None:
+def initialize_missing(
+    model: nn.Module, initialize: Callable[[], None], home: torch.device, buffers: Iterable[Tensor] = ()
+) -> None:
     """Runs ``initialize`` with every DTensor parameter that has no value yet as a whole tensor, then slices it.
 
     Whole, because initialization depends on shapes and random numbers must be those of one device. Rank 0's count.
-    What ``initialize`` leaves of them and of ``buffers`` gets the values that the constructor of the model gives.
+    What ``initialize`` leaves of them and of ``buffers`` gets the values that the constructor of the model gives. The
+    slices lie on ``home``.
 
     Raises:
         ValueError: naming the parameters, if the constructor leaves them, too.
@@ -121,7 +128,7 @@ def initialize_missing(model: nn.Module, initialize: Callable[[], None], buffers
         module._parameters[name] = whole[parameter]
     initialize()
     set_what_is_left(model, {*whole.values(), *buffers})
-    sliced = {parameter: _slice_like(value, parameter) for parameter, value in whole.items()}
+    sliced = {parameter: _slice_like(value, parameter, home) for parameter, value in whole.items()}
     for module, name, parameter in owners:
         module._parameters[name] = sliced[parameter]
 
@@ -168,13 +175,10 @@ def _construct_again(model: PreTrainedModel) -> nn.Module:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _slice_like(value: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
+def _slice_like(value: nn.Parameter, like: nn.Parameter, home: torch.device) -> nn.Parameter:
     assert isinstance(like, DTensor)
     broadcast(value.data, like.device_mesh)
-    local = torch.empty_like(like.to_local(), device=value.device)
-    sliced = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    sliced = dtensor_like(torch.empty_like(like.to_local(), device=home), like)
     copy_from_whole(sliced, value.data)
     new = nn.Parameter(sliced, requires_grad=value.requires_grad)
     new.__dict__.update(value.__dict__)
@@ -221,6 +225,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Gives a model that is still on the meta device its initial weights, as its author initializes them.
 
+    They lie on ``device``, except for shards that wait on the host.
+
     Raises:
         ValueError: naming the module, if a plain ``nn.Module`` holds parameters and has no ``reset_parameters``; naming
             parameters that neither initialization nor the constructor sets.
@@ -239,7 +245,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[parameter]
     with torch.no_grad():
-        initialize_missing(model, lambda: _initialize(model), [*buffers, *made.values()])
+        initialize_missing(model, lambda: _initialize(model), home_of(model, device), [*buffers, *made.values()])
 
 
 def _initialize(model: nn.Module) -> None:

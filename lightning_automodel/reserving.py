@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.blocks import is_kept_in_float32
 from lightning_automodel.shards import local_tensor
 
@@ -58,9 +59,7 @@ def _reserved(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
     local = torch.zeros_like(local_tensor(value), device=device, dtype=dtype)
     new: Tensor = local
     if isinstance(value, DTensor):
-        new = DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
+        new = dtensor_like(local, value)
     if isinstance(value, nn.Parameter):
         new = nn.Parameter(new, requires_grad=value.requires_grad)
         new.__dict__.update(value.__dict__)

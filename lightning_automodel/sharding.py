@@ -6,12 +6,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
 from lightning_automodel.autocasting import widen_stream
 from lightning_automodel.blocks import find_independent_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.offloading import offload_policy_for
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
@@ -28,6 +29,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         if config.tower_policy == "replicate":
             replicated = {p for tower in towers.values() for p in tower.parameters()}
             _cast_to_compute(replicated, mp_policy)
+    offload = offload_policy_for(config.offload_policy, mesh.device_type)
     inside = policy_of_blocks(model, config, mp_policy)
     last = last_blocks(model, blocks)
     in_float32 = find_float32(model)
@@ -35,10 +37,10 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         reshard = config.reshard_after_forward
         if reshard is None:
             reshard = name not in last  # the backward pass begins with the last block: do not free it in between
-        shard_unit(block, list(block.parameters()), mesh, inside, in_float32, reshard)
+        shard_unit(block, list(block.parameters()), mesh, inside, in_float32, reshard, offload)
     in_blocks = {p for block in blocks.values() for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks | replicated]
-    shard_unit(model, rest, mesh, mp_policy, in_float32, None, replicated)
+    shard_unit(model, rest, mesh, mp_policy, in_float32, None, offload, replicated)
     if towers:
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.
@@ -78,6 +80,7 @@ def shard_unit(
     mp_policy: MixedPrecisionPolicy,
     in_float32: set[nn.Parameter],
     reshard: bool | int | None,
+    offload: OffloadPolicy,
     replicated: Iterable[nn.Parameter] = (),
 ) -> None:
     """One FSDP2 unit with a group of parameters per storage and compute dtype, the largest first.
@@ -94,7 +97,14 @@ def shard_unit(
     others = [group for _, group in ordered[1:]]
     ignored = {p for group in others for p in group} | set(replicated)
     module = type(unit).__module__
-    fully_shard(unit, mesh=mesh, mp_policy=policies[0], reshard_after_forward=reshard, ignored_params=ignored)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        mp_policy=policies[0],
+        reshard_after_forward=reshard,
+        offload_policy=offload,
+        ignored_params=ignored,
+    )
     # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
     type(unit).__module__ = module
     for group, policy in zip(others, policies[1:], strict=True):

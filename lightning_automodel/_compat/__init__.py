@@ -27,6 +27,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.shards import local_tensor, pieces
 
 # Lightning's timeout, move of optimizer states, DDP hooks: strategies are expected to use them, but none is exported.
@@ -54,9 +55,11 @@ def patched_pretrained_loading(
         "_finalize_model_loading": finalize,
     }
     originals = {name: PreTrainedModel.__dict__[name] for name in names}
-    shard_operation = core_model_loading.DtensorShardOperation
+    replaced = {"DtensorShardOperation": ExactShardOperation, "_dtensor_from_local_like": dtensor_like}
+    of_module = {name: getattr(core_model_loading, name) for name in replaced}
     try:
-        core_model_loading.DtensorShardOperation = ExactShardOperation  # type: ignore[misc]
+        for name, value in replaced.items():
+            setattr(core_model_loading, name, value)
         for name, function in names.items():
             original = originals[name]
             if isinstance(original, staticmethod):
@@ -65,7 +68,8 @@ def patched_pretrained_loading(
                 setattr(PreTrainedModel, name, _method(function, original))
         yield
     finally:
-        core_model_loading.DtensorShardOperation = shard_operation  # type: ignore[misc]
+        for name, value in of_module.items():
+            setattr(core_model_loading, name, value)
         for name, original in originals.items():
             setattr(PreTrainedModel, name, original)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -22,6 +23,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
 from torch.utils.data import DataLoader
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
@@ -35,6 +37,13 @@ __all__ = [
 ]
 
 _SELECTED_PATH = "selected_path_of_lightning_automodel"
+
+
+def set_device(module: nn.Module, device: torch.device) -> None:
+    """Tells a LightningModule, and those inside of it, where they compute; Lightning learns it from ``to`` alone."""
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            part._device = device
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:

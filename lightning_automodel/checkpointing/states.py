@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.fragments import as_stored, like_parameter, stored_state
 from lightning_automodel.shards import gather_whole
@@ -217,4 +218,4 @@ def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or not value.shape:
         return whole
     mesh = parameter.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return dtensor_from(whole, mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.checkpointing.dcp import fetch
 from lightning_automodel.checkpointing.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state
@@ -154,7 +155,4 @@ def _as(original: Tensor, local: Tensor) -> Tensor:
     local = local.detach()
     if not isinstance(original, DTensor):
         return local
-    mesh, shape, stride = original.device_mesh, original.shape, original.stride()
-    return DTensor.from_local(
-        local.to(mesh.device_type), mesh, original.placements, run_check=False, shape=shape, stride=stride
-    )
+    return dtensor_like(local.to(original.device), original)

@@ -125,7 +125,11 @@ class SharedHooks(OnMesh):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            optimizers_to_device(self.optimizers, self.root_device)
+            self.optimizers_to_device()
+
+    def optimizers_to_device(self) -> None:
+        """States that an optimizer holds from its construction on go to where the parameters are."""
+        optimizers_to_device(self.optimizers, self.root_device)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat import root_mesh
-from lightning_automodel._compat.lightning import default_timeout
+from lightning_automodel._compat.dtensor import is_offloaded
+from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.blocks import find_blocks
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
+from lightning_automodel.offloading import BACKEND, move
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.reserving import reserve
@@ -97,6 +99,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         self._setup_distributed()
         self.join_mesh()
 
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.root_device.type == "cuda" and self.config.offload_policy:
+            return BACKEND
+        return super()._get_process_group_backend()
+
     # ---- building the model ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -145,6 +153,18 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 f"{unit.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
                 "build a new LightningModule, or use the trainer that made it parallel"
             )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        move(self.model, self.root_device)
+        set_device(self.model, self.root_device)
+
+    @override
+    def optimizers_to_device(self) -> None:
+        assert self.model is not None
+        if not is_offloaded(self.model):
+            super().optimizers_to_device()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_automodel import parallelizer
 from tests.functional.support import build_llama
@@ -118,8 +117,8 @@ def test_megatron_names_what_is_there_instead() -> None:
         parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), mesh, data_parallel_sharding_strategy="all")
 
 
-@pytest.mark.parametrize("switch", [{"enable_async_tensor_parallel": True}, {"offload_policy": CPUOffloadPolicy()}])
-def test_switches_that_are_not_available(switch: dict) -> None:
+@pytest.mark.parametrize("switch", [{"enable_async_tensor_parallel": True}, {"offload_policy": {"pin": True}}])
+def test_switches_that_are_refused(switch: dict) -> None:
     mesh: DeviceMesh = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match=next(iter(switch))):
         parallelizer.fsdp2_strategy_parallelize(build_llama(), mesh, **switch)

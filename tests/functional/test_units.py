@@ -1,5 +1,6 @@
 """FSDP2 units one by one: the members of lists, units gathered for many forward passes, dtypes of their parameters."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,10 +51,10 @@ def test_nested_lists_and_the_last_member() -> None:
     model = nn.Sequential(nn.ModuleList([layer(), nn.ModuleList([layer(), layer()]), inner]), layer())
     calls: list[tuple[nn.Module, Any]] = []
 
-    def record(module: nn.Module, *, mesh: Any, mp_policy: Any, reshard_after_forward: Any) -> None:
+    def record(module: nn.Module, *, mesh: Any, mp_policy: Any, reshard_after_forward: Any, **_: Any) -> None:
         calls.append((module, reshard_after_forward))
 
-    mesh: Any = None
+    mesh: Any = SimpleNamespace(device_type="cpu")
     apply_fsdp2_sharding_recursively(model, mesh, EXACT, fully_shard_fn=record)
     first, pair = model[0][0], model[0][1]
     expected = [(first, True), (pair[0], True), (pair[1], False), (inner["a"], True), (inner["b"], False)]

@@ -48,7 +48,9 @@ def batches() -> list[torch.Tensor]:
     return list(torch.randint(0, 1024, (8, 64), generator=torch.Generator().manual_seed(0)))
 
 
-def fit(path: Path, directory: Path, precision: str, strategy: Strategy | None = None) -> list[float]:
+def fit(
+    path: Path, directory: Path, precision: str, strategy: Strategy | None = None, home: str = "cuda"
+) -> list[float]:
     module = Finetune(path)
     trainer = L.Trainer(
         accelerator="gpu",
@@ -63,7 +65,8 @@ def fit(path: Path, directory: Path, precision: str, strategy: Strategy | None =
         logger=False,
     )
     trainer.fit(module, DataLoader(batches(), batch_size=2))
-    assert all(p.device.type == "cuda" for p in module.parameters())
+    assert {p.device.type for p in module.parameters()} == {home}
+    assert {b.device.type for b in module.buffers()} == {"cuda"}
     return module.losses
 
 

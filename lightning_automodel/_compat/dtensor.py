@@ -1,0 +1,42 @@
+"""DTensors whose memory is not on the device of their mesh: shards that wait on the host."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+def dtensor_from(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """``DTensor.from_local`` outside of autograd, which leaves ``local`` on its device.
+
+    torch's public function moves it to the device of the mesh; FSDP2 makes offloaded shards like this.
+    """
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
+    return DTensor(local.detach(), spec, requires_grad=False)
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor with the mesh, placements and shape of ``like``; dtype and device are those of ``local``."""
+    return dtensor_from(local.contiguous(), like.device_mesh, tuple(like.placements), like.shape, like.stride())
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps shards of ``model`` on the host; it does not say so publicly."""
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    states = (fully_shard.state(unit) for unit in units)  # type: ignore[attr-defined]
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for s in states for group in s._fsdp_param_groups)
+
+
+def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replaces every parameter and buffer of ``module`` by what ``change`` makes of it.
+
+    What ``nn.Module.to`` does, with its hooks (FSDP2 takes notice, metrics move what they hold), but tensor by tensor.
+    """
+    module._apply(change)

@@ -1,0 +1,16 @@
+"""The switches of the strategies, as frozen dataclasses that YAML and the command line reach. Sizes are not here."""
+
+from lightning_automodel.config.ddp import DDPConfig
+from lightning_automodel.config.fsdp2 import LEVERS_OF_BLOCKS, FSDP2Config
+from lightning_automodel.config.megatron import MegatronFSDPConfig
+from lightning_automodel.config.values import resolve_dtype, resolve_mp_policy, resolve_offload_policy
+
+__all__ = [
+    "LEVERS_OF_BLOCKS",
+    "DDPConfig",
+    "FSDP2Config",
+    "MegatronFSDPConfig",
+    "resolve_dtype",
+    "resolve_mp_policy",
+    "resolve_offload_policy",
+]

@@ -1,0 +1,131 @@
+"""The switches of FSDP2 with tensor parallelism."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_automodel.activation import check_checkpointing
+from lightning_automodel.autocasting import check_autocast
+from lightning_automodel.config.values import (
+    check_compile,
+    check_loss,
+    resolve_dtype,
+    resolve_mp_policy,
+    resolve_offload_policy,
+)
+
+LEVERS_OF_BLOCKS = (
+    "activation_checkpointing",
+    "activation_checkpointing_scope",
+    "activation_offload",
+    "enable_compile",
+)
+"""Fields that work on the repeated blocks of a model."""
+TOWER_POLICIES = ("root", "per_layer", "replicate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Config:
+    """Switches of :class:`~lightning_automodel.FSDP2TPStrategy` (``docs``: what each is worth).
+
+    Attributes:
+        sequence_parallel: residual stream sharded on the sequence over tp: activations between layers take 1/tp.
+        tp_plan: rules that complete or override the model's own tensor-parallel plan: a dict of name pattern to style
+            name or torch ``ParallelStyle``, or the import path of one or of a function that returns one.
+        patch_is_packed_sequence: flash attention takes every row of a batch for one document, without looking: static
+            shapes for compile, and no wait for the device in every layer. Wrong for packed documents; it concerns all
+            models of the process.
+        mp_policy: FSDP2's ``MixedPrecisionPolicy``, or its fields as a dict of dtype names from YAML. ``None`` follows
+            ``Trainer(precision=...)``. ``output_dtype`` is of what the model returns.
+        offload_policy: parameters, reduced gradients and states of the optimizer wait on the host; a unit is on the
+            device while it computes. ``True``, FSDP2's ``CPUOffloadPolicy``, or its field ``pin_memory`` as a dict. On
+            CUDA ``backend`` is then "cuda:nccl,cpu:gloo": clipping and checkpoints communicate on the host.
+        autocast_dtype: dtype of a ``torch.autocast`` around the forward pass, "bfloat16" or "float16". With
+            ``mp_policy.output_dtype`` float32 the residual stream is kept in float32.
+        activation_checkpointing: compute activations again in the backward pass. ``True`` or "full": blocks keep their
+            input only. "submodule": each child of a block (attention, feed-forward, norms) keeps its input.
+            "selective": blocks keep the results of attention and of every second matrix product too. A list names what
+            they keep: "attention", "matmul", or torch's operations, such as "aten.mm".
+        activation_checkpointing_scope: of which parts of a composite model: "all", "language", "vision", "audio",
+            "multimodal" (all that is not language), or several of these.
+        activation_offload: what checkpointed blocks keep waits in host memory (on CUDA).
+        defer_fsdp_grad_sync: gradients are reduced over the data ranks on the last micro-batch of a step only;
+            ``False`` reduces at every micro-batch, which keeps sharded gradients only.
+        reshard_after_forward: ``None``: all blocks but the last; ``True``, ``False`` or an int override, as in FSDP2.
+        backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
+        enable_async_tensor_parallel: overlap of communication and matmul. Not available yet.
+        enable_compile: compile each block in place, with ``torch.compile``; names and checkpoints stay as they are.
+        compile_backend: of ``torch.compile``.
+        compile_dynamic: ``True``: one graph for all lengths of the sequence. ``False``: one for each. ``None``: for the
+            first, and then one for all.
+        enable_fsdp2_prefetch: explicit prefetch chains between blocks.
+        fsdp2_backward_prefetch_depth: blocks gathered ahead in the backward pass; 2 hides the gather, 1 saves memory.
+        fsdp2_forward_prefetch_depth: blocks gathered ahead in the forward pass.
+        tower_policy: how the vision and audio towers of a composite model are sharded over the data ranks. "root": with
+            what lies outside of blocks, gathered in every step, so that a batch without images on some ranks cannot
+            hang. "per_layer": block by block, the least memory; every rank needs images in every step. "replicate":
+            not at all, for frozen towers only.
+        chunked_loss: tokens per chunk (1024 is a good start): called with labels, a language model computes its loss
+            chunk by chunk from the hidden states, never holds all logits, and returns ``logits=None``. ``None``: off.
+        broadcast_weights: with ``dp_replicate`` > 1, only the first replica reads the files of ``from_pretrained``, and
+            sends its shards to the others: for slow shared disks. ``False``: every replica reads.
+        loss_kernel: what computes that loss: "torch", or on CUDA without tp "liger" or "cut_cross_entropy", where
+            installed (``chunked_loss`` is then not needed: they choose their own chunks).
+    """
+
+    sequence_parallel: bool = False
+    tp_plan: Mapping[str, str | ParallelStyle] | str | None = None
+    patch_is_packed_sequence: bool = False
+    mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
+    offload_policy: CPUOffloadPolicy | dict[str, Any] | bool | None = None
+    autocast_dtype: torch.dtype | str | None = None
+    activation_checkpointing: bool | str | list[str] = False
+    activation_checkpointing_scope: str | list[str] = "all"
+    activation_offload: bool = False
+    defer_fsdp_grad_sync: bool = True
+    reshard_after_forward: bool | int | None = None
+    backend: str | None = None
+    enable_async_tensor_parallel: bool = False
+    enable_compile: bool = False
+    compile_backend: str = "inductor"
+    compile_dynamic: bool | None = None
+    enable_fsdp2_prefetch: bool = True
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+    tower_policy: str = "root"
+    chunked_loss: int | None = None
+    broadcast_weights: bool = False
+    loss_kernel: str = "torch"
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tensor_parallel:
+            raise ValueError("FSDP2Config(enable_async_tensor_parallel=True) is not available in this version")
+        check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"FSDP2Config({name}={getattr(self, name)}) must be at least 1; "
+                    "enable_fsdp2_prefetch=False turns prefetching off"
+                )
+        if self.tower_policy not in TOWER_POLICIES:
+            raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
+        check_loss(self.chunked_loss, self.loss_kernel)
+        check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)
+        resolve_mp_policy(self.mp_policy)
+        resolve_offload_policy(self.offload_policy)
+        check_autocast(resolve_dtype(self.autocast_dtype))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; values are not copied."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def without_blocks(self) -> "FSDP2Config":
+        """The same for a layer: what works on repeated blocks is left at its default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        names = (*LEVERS_OF_BLOCKS, "compile_backend", "compile_dynamic")
+        return dataclasses.replace(self, **{name: defaults[name] for name in names})  # type: ignore[arg-type]

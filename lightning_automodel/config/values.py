@@ -1,0 +1,76 @@
+"""What fields of the configs may be: names from YAML become objects of torch; impossible values are errors."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from lightning_automodel.kernels import LOSS_KERNELS
+
+
+def check_compile(enabled: bool, backend: str, dynamic: bool | None) -> None:
+    """Refuses choices for a compilation that does not happen."""
+    if not enabled and (backend, dynamic) != ("inductor", None):
+        raise ValueError("compile_backend and compile_dynamic do nothing without enable_compile=True")
+
+
+def check_loss(chunked_loss: int | None, loss_kernel: str) -> None:
+    """Refuses chunks without tokens and kernels that do not exist."""
+    if chunked_loss is not None and chunked_loss < 1:
+        raise ValueError(f"chunked_loss={chunked_loss} must be at least 1 token; None turns it off")
+    if loss_kernel not in LOSS_KERNELS:
+        raise ValueError(f"loss_kernel={loss_kernel!r} is not one of {', '.join(LOSS_KERNELS)}")
+
+
+def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
+    """Turns the fields of a policy, with dtypes as names such as ``"bfloat16"``, into FSDP2's object.
+
+    Raises:
+        ValueError: for a field or a dtype that does not exist.
+    """
+    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    known = {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
+    if unknown := set(policy) - known:
+        raise ValueError(
+            f"mp_policy has no field {', '.join(sorted(unknown))}; its fields are {', '.join(sorted(known))}"
+        )
+    fields: dict[str, Any] = {k: resolve_dtype(v) if k.endswith("dtype") else v for k, v in policy.items()}
+    return MixedPrecisionPolicy(**fields)
+
+
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """``"bfloat16"`` or ``"torch.bfloat16"`` to the dtype of that name.
+
+    Raises:
+        ValueError: if torch has no such dtype.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype of torch; write for example 'bfloat16' or 'float32'")
+    return found
+
+
+def resolve_offload_policy(policy: OffloadPolicy | Mapping[str, Any] | bool | None) -> CPUOffloadPolicy | None:
+    """Turns ``True``, or the fields of a policy from YAML, into FSDP2's object; ``None``: everything on the device.
+
+    Raises:
+        ValueError: for anything else, and for a field that does not exist.
+    """
+    if policy is None or policy is False or type(policy) is OffloadPolicy:
+        return None
+    if isinstance(policy, CPUOffloadPolicy):
+        return policy
+    if policy is True:
+        return CPUOffloadPolicy()
+    if not isinstance(policy, Mapping):
+        raise ValueError(
+            f"offload_policy={policy!r} is no policy; use True, or FSDP2's CPUOffloadPolicy(pin_memory=...)"
+        )
+    if unknown := set(policy) - {"pin_memory"}:
+        raise ValueError(f"offload_policy has no field {', '.join(sorted(unknown))}; its field is pin_memory")
+    return CPUOffloadPolicy(**policy)
