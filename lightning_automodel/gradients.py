@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 _EPSILON = 1e-6  # torch's own
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales gradients in place so that their total norm is at most ``max_norm``, as torch's function of that name.
 
     Args:
@@ -25,7 +25,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     Returns:
         the norm before clipping: a scalar tensor in float32, equal on all ranks. No host synchronization.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = _gradients(parameters)
     norm = total_norm(grads, norm_type)
     scale_(grads, torch.clamp(max_norm / (norm + _EPSILON), max=1.0))
     return norm
@@ -81,8 +81,8 @@ def get_grad_norm(
     Args:
         parameters: whose ``.grad`` are tensors, or DTensors on meshes inside of the two groups. A rank may hold empty
             shards, or no gradient at all.
-        dp_cp_group: ranks of the data and context axes (``mesh["dp_cp"].get_group()``); ``None``: only this one.
-        tp_group: ranks of the tensor-parallel axis; ``None``: only this one.
+        dp_cp_group: ranks of the data and context axes (``axis(mesh, DP_CP).get_group()``); ``None``: only this one.
+        tp_group: ranks of the tensor-parallel axis (``axis(mesh, TP).get_group()``); ``None``: only this one.
         norm_type: order of the norm, positive; may be ``inf``.
         dtype: to compute in.
 
@@ -90,13 +90,14 @@ def get_grad_norm(
         the norm, equal on all ranks; 0.0 if there is no gradient.
 
     Raises:
-        ValueError: if the order is not positive.
+        ValueError: if the order is not positive, or ranks outside of both groups hold parts of a gradient.
     """
     _check_order(norm_type)
     parameters = _as_list(parameters)
     if not parameters:
         return 0.0
     groups = [group for group in (dp_cp_group, tp_group) if group is not None]
+    _check_groups(parameters, groups)
     ranks = math.prod(group.size() for group in groups)
     # A rank without gradients takes part in the sums: others may have some.
     total = torch.zeros((), device=to_local_if_dtensor(parameters[0]).device, dtype=dtype)
@@ -177,6 +178,30 @@ def _copies(grad: Tensor) -> int:
 def _shards(grad: Tensor) -> int:
     """In how many parts the ranks of its mesh hold a gradient."""
     return grad.device_mesh.size() // _copies(grad) if isinstance(grad, DTensor) else 1
+
+
+def _check_groups(parameters: list[Tensor], groups: list[ProcessGroup]) -> None:
+    """Every axis that cuts a gradient must lie inside of a group. Looks at parameters where there is no gradient: all
+    ranks must find the same.
+    """
+    known = [set(dist.get_process_group_ranks(group)) for group in groups]
+    held = [p if p.grad is None else p.grad for p in parameters]
+    axes = {
+        (tensor.device_mesh, axis)
+        for tensor in held
+        if isinstance(tensor, DTensor)
+        for axis, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1
+    }
+    for mesh, axis in axes:
+        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        if not any(set(ranks) <= group for group in known):
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+            raise ValueError(
+                f"the ranks {ranks} hold parts of a gradient (axis {name} of its mesh), but are not inside of dp_cp_group "
+                "or tp_group, so the norm would lack what others hold; pass "
+                "dp_cp_group=axis(mesh, DP_CP).get_group() and tp_group=axis(mesh, TP).get_group()"
+            )
 
 
 def _reduce(value: Tensor, mesh: DeviceMesh | None, norm_type: float) -> Tensor:

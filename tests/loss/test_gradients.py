@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm, to_local_if_dtensor
-from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.mesh import DP_CP, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, RankFailed
 from tests.loss.cases import for_all
 from tests.support.families import tiny_model
 
@@ -94,6 +94,26 @@ def test_ranks_without_gradients_take_part(pool2: Pool) -> None:
     assert pool2.run(norm_where_some_have_no_gradient) == pytest.approx([18**0.5] * 2)
 
 
+def norm_without_a_group(missing: str) -> float:
+    """On 2 data ranks with 2 tensor-parallel ranks each."""
+    mesh = build_mesh(resolve_sizes(4, dp_shard=2, tp=2), "cpu")
+    groups = {"dp_cp_group": axis(mesh, DP_CP).get_group(), "tp_group": axis(mesh, TP).get_group(), missing: None}
+    cut = {"dp_cp_group": [Shard(0), Replicate()], "tp_group": [Replicate(), Shard(0)]}
+    whole = {name: [*reversed(placements)] for name, placements in cut.items()}
+    for placements in (whole, cut):  # without the group, what no other rank holds a part of is right
+        value = distribute_tensor(torch.ones(4, 4), mesh["dp_shard", "tp"], placements[missing], src_data_rank=None)
+        parameter = nn.Parameter(torch.zeros_like(value))
+        parameter.grad = value
+        assert get_grad_norm(parameter, **groups) == 4.0
+    return 0.0
+
+
+@pytest.mark.parametrize(("missing", "axis_name"), [("dp_cp_group", "dp_shard"), ("tp_group", "tp")])
+def test_a_group_that_is_missing_is_named(missing: str, axis_name: str, pool4: Pool) -> None:
+    with pytest.raises(RankFailed, match=rf"axis {axis_name} of its mesh.*pass dp_cp_group=axis\(mesh, DP_CP\)"):
+        pool4.run(norm_without_a_group, missing)
+
+
 class Synchronizations(TorchDispatchMode):
     """Counts what makes the host wait for the device: values that leave it."""
 
@@ -139,6 +159,8 @@ def test_one_process() -> None:
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]))
     clip_grad_by_total_norm_(parameter, 2.0, 1.0)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]))
+    clip_grad_norm_(parameter, 0.5)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.3, 0.0, 0.4]))
     assert to_local_if_dtensor(parameter) is parameter
 
 
