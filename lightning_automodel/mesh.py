@@ -15,9 +15,12 @@ over) and ``dp_cp`` (what a loss averages over).
 import math
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_automodel._compat.groups import set_timeout
 
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
 DP, DP_SHARD_CP, DP_CP = "dp", "dp_shard_cp", "dp_cp"
@@ -82,16 +85,20 @@ def resolve_sizes(
     return MeshSizes(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
 
 
-def build_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
+def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """Builds the four-axis mesh and its flattened axes. Collective: every process of the run calls it.
 
     Args:
         sizes: from :func:`resolve_sizes`.
         device_type: ``"cpu"`` or ``"cuda"``.
+        timeout: of collectives over each axis; ``None``: torch's default.
     """
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     for name, axes in FLATTENED.items():
         mesh[axes]._flatten(name)
+    if timeout is not None:
+        for name in (*AXES, *FLATTENED):
+            set_timeout(axis(mesh, name).get_group(), timeout)
     return mesh
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ class BackgroundSaver:
     """Writes one checkpoint at a time, in a thread of its own and through a process group of its own.
 
     An error of a save is raised, on every rank, by the next call of :meth:`save` or :meth:`wait`.
+
+    Attributes:
+        timeout: of the collectives of a save; ``None``: torch's default.
     """
 
     def __init__(self) -> None:
+        self.timeout: timedelta | None = None
         self._thread: threading.Thread | None = None
         self._error: tuple[Location, Exception] | None = None
         self._group: ProcessGroup | None = None
@@ -34,7 +39,7 @@ class BackgroundSaver:
         self.wait()
         copied = Contents(self._memory.copy(contents.tensors), contents.metadata)
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(timeout=self.timeout, backend="gloo")
         self._is_writing = True
         self._thread = threading.Thread(target=self._run, args=(copied, path), name="checkpoint")
         self._thread.start()

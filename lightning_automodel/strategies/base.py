@@ -112,7 +112,8 @@ class SharedHooks(OnMesh):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         disable_inference_mode(trainer)
-        self._preemption.install(trainer, self._saving_at_once)
+        self._preemption.install(trainer, self._saving_at_once, self._timeout)
+        self._background.timeout = self._timeout
         install_samplers(trainer, self.distributed_sampler_kwargs)
         self.build_parallel(self._module)
         self.model_to_device()
@@ -263,6 +264,7 @@ class SharedHooks(OnMesh):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.check_all_end()
         return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
     @override

@@ -1,18 +1,22 @@
 """What a strategy knows of its ranks: the mesh, its groups, and the precision and place in which modules are built."""
 
+import sys
 from abc import abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_automodel.mesh import DP, DP_CP, TP, MeshSizes, axis, build_mesh
+from lightning_automodel.strategies.peers import Peers
 from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
 from lightning_automodel.strategies.random_state import share_random_state
 
@@ -20,8 +24,11 @@ from lightning_automodel.strategies.random_state import share_random_state
 class OnMesh(ParallelStrategy):
     """A strategy whose ranks are a mesh of the sizes that it says."""
 
+    _timeout: timedelta | None  # Lightning's: of every collective
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._device_mesh: DeviceMesh | None = None
+        self._peers = Peers()
         super().__init__(*args, **kwargs)
 
     @property
@@ -65,10 +72,31 @@ class OnMesh(ParallelStrategy):
     def join_mesh(self) -> None:
         """Builds the mesh, once, when the processes have met. Collective."""
         if self._device_mesh is None:
-            self._device_mesh = build_mesh(self.sizes, self.root_device.type)
+            self._device_mesh = build_mesh(self.sizes, self.root_device.type, self._timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         share_random_state(self.tp_group)
+        self._peers.start(self._timeout)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._peers.explain(exception)
+        super().on_exception(exception)
+
+    def check_all_end(self) -> None:
+        """For callbacks that save on an exception: raises it again if ranks live that it has not reached, or ranks are
+        gone, since nothing can be saved without them.
+        """
+        error = sys.exception()
+        assert self.lightning_module is not None
+        is_ending = self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if is_ending and error is not None and not self._peers.have_all_failed(error):
+            raise error
+
+    @override
+    def teardown(self) -> None:
+        self._peers.stop()
+        super().teardown()
 
     # ---- precision and building --------------------------------------------------------------------------------------
 

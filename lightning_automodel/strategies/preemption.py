@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,9 +49,16 @@ class Preemption:
         self._end = self._requeue = False  # what this process was asked for
         self._has_ended = self._has_requeued = False
 
-    def install(self, trainer: "pl.Trainer", at_once: AtOnce) -> None:
-        """Takes the place of Lightning's handlers, for the run of ``trainer`` that begins."""
+    def install(self, trainer: "pl.Trainer", at_once: AtOnce, timeout: timedelta | None) -> None:
+        """Takes the place of Lightning's handlers, for the run of ``trainer`` that begins.
+
+        Args:
+            trainer: whose callbacks save.
+            at_once: the strategy's.
+            timeout: of the exchange of notes.
+        """
         self._begin()
+        self._notes.timeout = timeout
         self._trainer, self._at_once = trainer, at_once
         self._signals = SignalHandling(
             trainer, on_end=self._note_end, on_requeue=self._note_requeue, before_batch=self._before_batch
@@ -165,6 +173,7 @@ class SharedNotes:
     """Notes (true or false) that each rank makes, and that all ranks read at the same boundary."""
 
     def __init__(self) -> None:
+        self.timeout: timedelta | None = None
         self._group: ProcessGroup | None = None
         self._flight: tuple[Work, Tensor] | None = None
 
@@ -176,7 +185,9 @@ class SharedNotes:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return notes
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")  # beside the other collectives, and on the host
+            self._group = dist.new_group(
+                timeout=self.timeout, backend="gloo"
+            )  # beside the other collectives, and on the host
         answer = self._land() or [False] * len(notes)
         values = torch.tensor(notes, dtype=torch.uint8, device="cpu")
         work = dist.all_reduce(values, ReduceOp.MAX, group=self._group, async_op=True)

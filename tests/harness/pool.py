@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 START_SECONDS = 120.0
-GRACE_SECONDS = 0.2  # for the other ranks to fail by themselves, once one has
+GRACE_SECONDS = 0.2
 
 
 class RankFailed(Exception):
@@ -146,6 +146,7 @@ class Pool:
         function: Callable[..., Any],
         *args: Any,
         timeout: float = 60.0,
+        grace: float = GRACE_SECONDS,
         trainer: bool = False,
         with_directory: bool = False,
         **kwargs: Any,
@@ -156,6 +157,7 @@ class Pool:
             function: defined at the top level of an importable module.
             args: pickled; every rank gets a copy.
             timeout: seconds for the call; the imports before the first one do not count.
+            grace: seconds that the other ranks have to answer or fail by themselves, once one has failed.
             trainer: do not initialize torch.distributed; look like a process that torchrun started.
             with_directory: pass `directory=`, an empty `Path` that the ranks of this call share.
             kwargs: pickled as well.
@@ -179,16 +181,16 @@ class Pool:
                 trainer=trainer,
             )
             call.payload().write_bytes(pickle.dumps((function, args, kwargs)))
-            return self._run(call, timeout)
+            return self._run(call, timeout, grace)
         finally:
             shutil.rmtree(directory)
 
-    def _run(self, call: Call, timeout: float) -> list[Any]:
+    def _run(self, call: Call, timeout: float, grace: float) -> list[Any]:
         pids, connections = self.nursery.fork(call)
         results: dict[int, Any] = {}
         failures: dict[int, str | None] = {}
         try:
-            _collect(connections, call.deadline, results, failures)
+            _collect(connections, call.deadline, grace, results, failures)
             late = not failures and len(results) < call.world_size
             stacks = read_stacks(call, finished=results.keys()) if late else {}
         finally:
@@ -204,13 +206,17 @@ class Pool:
 
 
 def _collect(
-    connections: list[Connection], deadline: float, results: dict[int, Any], failures: dict[int, str | None]
+    connections: list[Connection],
+    deadline: float,
+    grace: float,
+    results: dict[int, Any],
+    failures: dict[int, str | None],
 ) -> None:
     """Fills in what each rank answers, until all have, one has failed, or the deadline has passed."""
     pending = {connection: rank for rank, connection in enumerate(connections)}
     while pending:
         seconds = max(deadline - time.monotonic(), 0)
-        ready = wait(list(pending), min(seconds, GRACE_SECONDS) if failures else seconds)
+        ready = wait(list(pending), min(seconds, grace) if failures else seconds)
         if not ready:
             return
         for connection in ready:
