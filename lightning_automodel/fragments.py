@@ -1,10 +1,8 @@
 """Tensors of which ranks hold parts that no DTensor placement describes: rows of slices, of uneven counts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from lightning_automodel.shards import Piece
+from lightning_automodel.pieces import Piece
 
 PARTITION = "_partition_of_lightning_automodel"
 
@@ -47,7 +44,7 @@ class Fragment(Tensor):
     partition: Partition
 
     @staticmethod
-    def __new__(cls, local: Tensor, partition: Partition) -> Fragment:
+    def __new__(cls, local: Tensor, partition: Partition) -> "Fragment":
         """Of ``local``, without a copy."""
         self = Tensor._make_wrapper_subclass(cls, partition.shape, dtype=local.dtype, device=local.device)
         self.local, self.partition = local, partition

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.shards import Piece, copy_from_whole, local_tensor, pieces, replicas
+from lightning_automodel.pieces import Piece
+from lightning_automodel.shards import copy_from_whole, local_tensor, pieces, replicas
 
 Tree = dict[str, Any]
 

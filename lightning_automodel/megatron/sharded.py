@@ -25,7 +25,7 @@ from lightning_automodel.gradients import scale_
 from lightning_automodel.imports import import_classes_from_paths
 from lightning_automodel.megatron.building import Dtypes
 from lightning_automodel.megatron.plain import slice_of, sum_over_tp
-from lightning_automodel.shards import Piece, pieces_at
+from lightning_automodel.pieces import Piece, pieces_at
 
 _MESH = ("dp", "tp")
 

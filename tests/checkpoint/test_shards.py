@@ -17,7 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_automodel.checkpointing.dcp import Held, list_tensors, write_tensors
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
-from lightning_automodel.shards import gather_whole, pieces_at
+from lightning_automodel.pieces import pieces_at
+from lightning_automodel.shards import gather_whole
 from tests.harness.pool import Nursery, Pool
 
 
