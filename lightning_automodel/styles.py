@@ -69,7 +69,8 @@ class Style:
         opens: inside of a boundary, it turns whole values into split ones.
         closes: inside of a boundary, it turns split values into partial sums.
         confined: it can do without its collectives inside of a boundary.
-        divides: attributes of the module, if it has them, that count what a rank has its share of.
+        divides: the module counts heads (:data:`HEADS`), of which a rank has its share. Where the module's own code
+            reads such an attribute, this is found without a rule.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Style:
     opens: bool = False
     closes: bool = False
     confined: bool = True
-    divides: tuple[str, ...] = ()
+    divides: bool = False
 
 
 def _rows(name: str, ndim: int) -> Placement:
@@ -116,8 +117,12 @@ def _whole(name: str, ndim: int) -> Placement:
     return Replicate()
 
 
-HEADS = ("heads", "num_heads")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads")
+HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", *KEY_VALUE_HEADS)
 """Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
+
+EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+"""Styles of modules that look rows up."""
 
 _GATHERED = Style(name="colwise_gather_output", placement=_rows, enter=Enter.COPY, leave=Leave.GATHER, confined=False)
 _SPLIT = Style(name="rowwise_split_input", placement=_columns, enter=Enter.SPLIT, leave=Leave.REDUCE, confined=False)
@@ -126,6 +131,7 @@ STYLES: dict[str, Style] = {
     style.name: style
     for style in (
         Style(name="colwise", placement=_rows, enter=Enter.COPY, opens=True),
+        Style(name="interleaved_colwise", placement=_rows, enter=Enter.COPY, opens=True),
         _GATHERED,
         replace(_GATHERED, name="colwise_rep"),
         Style(name="packed_colwise", placement=_packed_rows, enter=Enter.COPY, opens=True),
@@ -142,8 +148,8 @@ STYLES: dict[str, Style] = {
         Style(name="mla_kv_a_proj", placement=_whole, leave=Leave.COPY_ROTARY),
         Style(name="replicated_with_grad_allreduce", placement=_whole, partial=True),
         Style(name="norm_across_heads", placement=_dim(0), enter=Enter.NORM),
-        Style(name="split_heads", placement=_whole, divides=HEADS),
-        Style(name="split_heads_all_outputs", placement=_whole, leave=Leave.REDUCE_ALL, divides=HEADS),
+        Style(name="split_heads", placement=_whole, divides=True),
+        Style(name="split_heads_all_outputs", placement=_whole, leave=Leave.REDUCE_ALL, divides=True),
         Style(name="split_rotary", placement=_whole, leave=Leave.SPLIT_ROTARY),
         Style(name="local_params", placement=_whole),
         Style(name="replicate", placement=_whole),

@@ -20,6 +20,7 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
         "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
         "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     },
+    "GPTNeoXModel": {"layers.*.attention.query_key_value": "interleaved_colwise"},
     "InklingTextModel": _FUSED_EXPERTS,
     "Inkling2TextModel": _FUSED_EXPERTS,
     "InklingForCausalLM": _HEAD,

@@ -15,9 +15,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel.blocks import CONTAINERS, KEY_VALUE_PROJECTIONS, find_blocks, kv_heads, outermost, text_config
-from lightning_automodel.plans.selection import Plan
+from lightning_automodel.plans.fitting import check_styles
+from lightning_automodel.plans.heads import counts_of, head_counts, share
+from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
-from lightning_automodel.styles import STYLES, Enter, Leave, Style, style_of
+from lightning_automodel.styles import HEADS, STYLES, Enter, Leave, Style, style_of
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,20 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
         sequence_parallel: cut the stream between the children of a block on the sequence.
 
     Raises:
-        ValueError: for a style that is not known, or tied parameters whose styles contradict each other.
+        ValueError: for a style that is not known or does not fit its module, a number of heads that cannot be divided,
+            or tied parameters whose styles contradict each other.
     """
-    structure = _Structure(model, plan)
-    layout = Layout(boundaries=[b for block in find_blocks(model) for b in structure.boundaries(block)])
+    structure, blocks = _Structure(model, plan), find_blocks(model)
+    check_styles(structure.modules, structure.module_styles, structure.parameter_styles)
+    layout = Layout(boundaries=[b for block in blocks for b in structure.boundaries(block)])
+    layout.attributes = head_counts(structure.modules, structure.parameter_styles, blocks, tp)
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
             layout.modules[name] = ModuleLayout(style.enter, style.leave)
         elif style.enter in (Enter.DIVIDE, Enter.NORM):
             layout.modules[name] = ModuleLayout(style.enter)
         if style.divides:
-            layout.attributes[name] = _shares(structure.modules[name], style, tp)
+            layout.attributes[name] = _shares(name, structure.modules[name], style, tp)
     for name in layout.boundaries:
         own = structure.module_styles.get(name)
         leave = Leave.REDUCE_ALL if own and own.leave is Leave.REDUCE_ALL else Leave.REDUCE
@@ -90,13 +95,18 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
     share_heads(model, layout, tp)
     if sequence_parallel:
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
-        _cut_sequence(layout, derive_sequence_layout(model, find_blocks(model), layout.boundaries, planned))
+        _cut_sequence(layout, derive_sequence_layout(model, blocks, layout.boundaries, planned))
     return layout
 
 
-def _shares(module: nn.Module, style: Style, tp: int) -> dict[str, int]:
-    counts = {attribute: getattr(module, attribute, None) for attribute in style.divides}
-    return {attribute: count // tp for attribute, count in counts.items() if isinstance(count, int)}
+def _shares(name: str, module: nn.Module, style: Style, tp: int) -> dict[str, int]:
+    counts = counts_of(module)
+    if not counts:
+        raise ValueError(
+            f"the tensor-parallel plan gives {wildcard(name)!r} ({type(module).__name__}) the style {style.name}, but "
+            f"it has no attribute that counts heads ({', '.join(HEADS)}); leave the rule out"
+        )
+    return {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
 
 
 def _cut_sequence(layout: Layout, sequence: SequenceLayout) -> None:
@@ -135,7 +145,7 @@ def share_heads(model: nn.Module, layout: Layout, tp: int) -> None:
         layout.parameters[name] = ParameterLayout(Replicate(), Partial(), shared_heads=heads)
         attention = model.get_submodule(parent)
         groups = int(getattr(attention, "num_key_value_groups", 1)) * heads // tp
-        layout.attributes[parent] = {"num_key_value_groups": groups}
+        layout.attributes[parent] = {**layout.attributes.get(parent, {}), "num_key_value_groups": groups}
 
 
 class _Structure:

@@ -22,6 +22,7 @@ _GATHERED: dict[str, Any] = {"output_layouts": Replicate()}
 _SPLIT: dict[str, Any] = {"input_layouts": Replicate()}
 TORCH_STYLES: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
     "colwise": (ColwiseParallel, {}),
+    "interleaved_colwise": (ColwiseParallel, {}),
     "colwise_gather_output": (ColwiseParallel, _GATHERED),
     "colwise_rep": (ColwiseParallel, _GATHERED),
     "embedding_colwise": (ColwiseParallel, _GATHERED),

@@ -12,10 +12,9 @@ from lightning_automodel._compat import StridedShard
 from lightning_automodel.blocks import KEY_VALUE_PROJECTIONS, kv_heads, text_config
 from lightning_automodel.plans.layout import Layout, derive_layout
 from lightning_automodel.plans.selection import known_rules, select_plan, wildcard
-from lightning_automodel.styles import STYLES
+from lightning_automodel.styles import HEADS, KEY_VALUE_HEADS
 
 MOST_LISTED = 4
-_DIVIDED = {attribute for style in STYLES.values() for attribute in style.divides}
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,10 @@ def _field(holder: Any, name: str) -> Any:
 def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
     """What the modules themselves say, layer by layer: heads, attributes that are divided, and packed matrices."""
     for name, attributes in layout.attributes.items():
-        for attribute in _DIVIDED & attributes.keys():
-            yield Count(f"{wildcard(name)}.{attribute}", getattr(model.get_submodule(name), attribute))
+        for attribute in HEADS:
+            if attribute in attributes:
+                whole, shared = getattr(model.get_submodule(name), attribute), attribute in KEY_VALUE_HEADS
+                yield Count(f"{wildcard(name)}.{attribute}", whole, shared)
     for name, parameter in layout.parameters.items():
         placement, shape = parameter.placement, model.get_parameter(name).shape
         if isinstance(placement, StridedShard):

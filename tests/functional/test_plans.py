@@ -198,6 +198,7 @@ def test_torch_styles_without_an_equivalent(style: ParallelStyle) -> None:
 
 TRANSLATED = {
     "colwise": ColwiseParallel,
+    "interleaved_colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_gather_output": ColwiseParallel,
     "colwise_rep": ColwiseParallel,
