@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
-from lightning_automodel.collectives import copy_in
+from lightning_automodel.collectives import copy_in, shard_bounds
 from lightning_automodel.loss import IGNORE_INDEX, count_targets
-from lightning_automodel.vocabulary import Part, check_targets, ignored, wide
+from lightning_automodel.vocabulary import Part, check_smoothing, check_targets, ignored, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +75,16 @@ def chunked_linear_cross_entropy(
         a float32 scalar, equal on all ranks of ``group``.
 
     Raises:
+        TypeError: for DTensors: which gradients their ranks hold is not known here.
         ValueError: for an argument that does not fit, or labels outside of the vocabulary.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be mean or sum: single tokens have no gradients of their own")
-    if group is not None and vocab_size is None:
-        raise ValueError("with group, weight is a slice: give vocab_size, the rows of the whole weight")
+    for name, value in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+        if isinstance(value, DTensor):
+            raise TypeError(_give_local(name, value))
+    if group is not None:
+        _check_rows(weight, group, vocab_size)
     options = ChunkOptions(
         chunk_size=chunk_size,
         part=Part.of(vocab_size or weight.shape[0], group),
@@ -97,20 +102,57 @@ def chunked_loss_sum(
     """The sum of the losses of ``targets`` [tokens]; gradients of ``hidden`` are this rank's term of a sum.
 
     Raises:
-        ValueError: if the chunk is empty, the shapes differ, or targets are outside of the vocabulary.
+        ValueError: if an argument does not fit, or targets are outside of the vocabulary.
     """
-    if options.chunk_size < 1:
-        raise ValueError(f"chunk_size={options.chunk_size} must be at least 1 token")
-    if hidden.shape[0] != targets.shape[0]:
-        raise ValueError(f"{hidden.shape[0]} hidden states have {targets.shape[0]} labels; give one for each")
+    _check_shapes(hidden, weight, targets, options.chunk_size)
     check_targets(targets, options.part.size, options.ignore_index)
+    check_smoothing(options.label_smoothing)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}; cast one of them, or use torch.autocast"
+        )
     with torch.autocast(kind, enabled=False):
         return _ChunkedLossSum.apply(hidden, weight, bias, targets, options)
+
+
+def _give_local(name: str, value: DTensor) -> str:
+    return (
+        f"{name} is a DTensor {list(value.shape)} with the placements {value.placements}; give what this rank computes "
+        f"with: {name}.full_tensor(), or for the rows of a weight or bias over tp {name}.to_local() with "
+        f"group=axis(mesh, TP).get_group() and vocab_size={value.shape[0]}"
+    )
+
+
+def _check_rows(weight: Tensor, group: ProcessGroup, vocab_size: int | None) -> None:
+    if vocab_size is None:
+        raise ValueError("with group, weight is a slice: give vocab_size, the rows of the whole weight")
+    _, rows = shard_bounds(vocab_size, group.size(), group.rank())
+    if weight.shape[0] != rows:
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows, but DTensor gives rank {group.rank()} of {group.size()} {rows} of "
+            f"vocab_size={vocab_size}; cut it that way: distribute_tensor(weight, mesh, [Shard(0)]).to_local()"
+        )
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1 token")
+    if hidden.ndim != 2 or targets.ndim != 1:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and labels {list(targets.shape)} must be [tokens, hidden] and [tokens]; "
+            "flatten them: hidden.flatten(0, -2), labels.flatten()"
+        )
+    if hidden.shape[0] != targets.shape[0]:
+        raise ValueError(f"{hidden.shape[0]} hidden states have {targets.shape[0]} labels; give one for each")
+    if hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} does not fit to weight {list(weight.shape)}, which is [vocab, hidden]"
+        )
 
 
 class _ChunkedLossSum(torch.autograd.Function):

@@ -198,8 +198,8 @@ def _check_groups(parameters: list[Tensor], groups: list[ProcessGroup]) -> None:
         if not any(set(ranks) <= group for group in known):
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
             raise ValueError(
-                f"the ranks {ranks} hold parts of a gradient (axis {name} of its mesh), but are not inside of dp_cp_group "
-                "or tp_group, so the norm would lack what others hold; pass "
+                f"the ranks {ranks} hold parts of a gradient (axis {name} of its mesh), but are not inside of "
+                "dp_cp_group or tp_group, so the norm would lack what others hold; pass "
                 "dp_cp_group=axis(mesh, DP_CP).get_group() and tp_group=axis(mesh, TP).get_group()"
             )
 

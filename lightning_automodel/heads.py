@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from lightning_automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_automodel.deferred import DeferredLogits, LinearRecipe
 from lightning_automodel.kernels import check_kernel
-from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy
+from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
 from lightning_automodel.vocabulary import Part, join_slices
 
 LossConfig = FSDP2Config | DDPConfig | MegatronFSDPConfig
@@ -61,7 +60,7 @@ def causal_lm_loss(
     """
     if shift_labels is None:
         assert labels is not None
-        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = next_tokens(labels, ignore_index)
     targets = shift_labels.reshape(-1).to(logits.device)
     if isinstance(logits, DeferredLogits):
         total = logits.loss_sum(targets, ignore_index, label_smoothing)

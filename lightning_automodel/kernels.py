@@ -5,6 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lightning_automodel.vocabulary import check_smoothing
+
 LOSS_KERNELS = {
     "torch": ("", ""),
     "liger": ("liger_kernel", "liger-kernel"),
@@ -43,8 +45,9 @@ def fused_loss_sum(
     """The sum of the losses of ``targets`` [tokens], from ``hidden`` [tokens, hidden] and ``weight`` [vocab, hidden].
 
     Raises:
-        ValueError: for label smoothing, if the kernel has none.
+        ValueError: for label smoothing that is not a share, or that the kernel does not have.
     """
+    check_smoothing(label_smoothing)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))

@@ -42,11 +42,13 @@ def cross_entropy(
         float32: a scalar, or [...] for "none".
 
     Raises:
-        ValueError: for another reduction, or targets outside of the vocabulary.
+        ValueError: for another reduction, targets of another shape (flattened ones are fine) or outside of the
+            vocabulary, or label smoothing that is not a share.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
     local, part = vocabulary_slice(logits)
+    _check_shape(targets, local.shape[:-1])
     flat = targets.reshape(-1)
     losses = token_losses(local.flatten(0, -2), flat, part, ignore_index, label_smoothing)
     if reduction == "none":
@@ -78,9 +80,31 @@ def top1_accuracy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_IN
         logits: [..., vocab].
         targets: [...]; nothing is shifted.
         ignore_index: value of targets that do not count.
+
+    Raises:
+        ValueError: for targets of another shape; flattened ones are fine.
     """
-    hits = (top1(logits) == targets) & (targets != ignore_index)
-    return hits.sum().float() / count_targets(targets, ignore_index)
+    return count_hits(logits, targets, ignore_index).float() / count_targets(targets, ignore_index)
+
+
+def count_hits(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """How many of the targets are the most probable token, int64; arguments as for :func:`top1_accuracy`."""
+    best = top1(logits)
+    _check_shape(targets, best.shape)
+    return ((best.view(targets.shape) == targets) & (targets != ignore_index)).sum()
+
+
+def _check_shape(targets: Tensor, shape: torch.Size) -> None:
+    if targets.shape not in (shape, (shape.numel(),)):
+        raise ValueError(
+            f"targets {list(targets.shape)} do not fit to logits [{', '.join(map(str, shape))}, vocab]: give one for "
+            f"each position, {list(shape)}"
+        )
+
+
+def next_tokens(ids: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """What each position of a causal model is judged against: [..., seq], ``ids`` one earlier, and then nothing."""
+    return torch.nn.functional.pad(ids[..., 1:], (0, 1), value=ignore_index)
 
 
 def get_logprobs_from_vocab_parallel_logits(
@@ -104,8 +128,8 @@ def get_logprobs_from_vocab_parallel_logits(
     """
     if seq_index is None:
         # All positions, the last one ignored: a slice of the logits would be a copy of them.
-        targets = torch.nn.functional.pad(gather_logits(input_ids)[:, 1:], (0, 1), value=-1)
-        return -cross_entropy(vocab_parallel_logits, targets, ignore_index=-1, reduction="none")[:, :-1]
+        targets = next_tokens(gather_logits(input_ids))
+        return -cross_entropy(vocab_parallel_logits, targets, reduction="none")[:, :-1]
     logits = vocab_parallel_logits
     names = logits.device_mesh.mesh_dim_names or () if isinstance(logits, DTensor) else ()
     if CP not in names:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torchmetrics import Metric
 
-from lightning_automodel.loss import IGNORE_INDEX, cross_entropy, top1
+from lightning_automodel.loss import IGNORE_INDEX, count_hits, cross_entropy, next_tokens
 
 
 class _OverTargets(Metric):
@@ -39,8 +38,16 @@ class _OverTargets(Metric):
         Args:
             logits: [batch, seq, vocab], plain or cut on the vocabulary.
             labels: [batch, seq].
+
+        Raises:
+            TypeError: if there are no logits.
         """
-        targets = pad(labels[..., 1:], (0, 1), value=self.ignore_index) if self.shift else labels
+        if logits is None:
+            raise TypeError(
+                f"{type(self).__name__} needs logits, and a model with chunked_loss or a loss_kernel returns none "
+                "beside its loss; call it without labels for them, or use chunked_loss=None and loss_kernel='torch'"
+            )
+        targets = next_tokens(labels, self.ignore_index) if self.shift else labels
         # Not in place: a state that was made under inference mode could then not be updated outside of it.
         self.total = self.total + self.sum_over_targets(logits.detach(), targets).double()
         self.targets = self.targets + (targets != self.ignore_index).sum()
@@ -75,7 +82,7 @@ class TokenAccuracy(_OverTargets):
 
     def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Number of hits."""
-        return ((top1(logits) == targets) & (targets != self.ignore_index)).sum()
+        return count_hits(logits, targets, self.ignore_index)
 
 
 class TokenCounter(Metric):

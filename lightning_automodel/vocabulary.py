@@ -122,9 +122,10 @@ def token_losses(
         [tokens], float32.
 
     Raises:
-        ValueError: for targets outside of the vocabulary (on CUDA an assertion on the device).
+        ValueError: for targets outside of the vocabulary (on CUDA an assertion on the device), or a share that is none.
     """
     check_targets(targets, part.size, ignore_index)
+    check_smoothing(label_smoothing)
     return _TokenLosses.apply(logits, targets, part, ignore_index, label_smoothing)
 
 
@@ -156,6 +157,12 @@ def check_targets(targets: Tensor, size: int, ignore_index: int | None) -> None:
             f"the label {bad} is outside of the vocabulary of {size}; labels are token ids, or {ignore_index} for "
             "tokens that do not count"
         )
+
+
+def check_smoothing(label_smoothing: float) -> None:
+    """Refuses a share that is none."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing} is a share of the target; use a number from 0 to 1")
 
 
 def ignored(targets: Tensor, ignore_index: int | None) -> Tensor:

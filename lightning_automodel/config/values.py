@@ -18,6 +18,8 @@ def check_compile(enabled: bool, backend: str, dynamic: bool | None) -> None:
 
 def check_loss(chunked_loss: int | None, loss_kernel: str) -> None:
     """Refuses chunks without tokens and kernels that do not exist."""
+    if chunked_loss is not None and type(chunked_loss) is not int:
+        raise TypeError(f"chunked_loss={chunked_loss!r} must be a whole number of tokens, such as 1024, or None")
     if chunked_loss is not None and chunked_loss < 1:
         raise ValueError(f"chunked_loss={chunked_loss} must be at least 1 token; None turns it off")
     if loss_kernel not in LOSS_KERNELS:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
@@ -169,6 +171,19 @@ def test_autocast() -> None:
     assert given["weight"].grad.dtype == torch.float32
 
 
+def slices_that_do_not_fit() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    cut = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(TypeError, match=r"weight is a DTensor \[5, 4\].*weight.to_local\(\) with group=.*vocab_size=5"):
+        chunked_linear_cross_entropy(**arguments(weight=cut))
+    with pytest.raises(ValueError, match=r"weight has 5 rows, but DTensor gives rank \d of 2 [32] of vocab_size=5"):
+        chunked_linear_cross_entropy(**arguments(), group=mesh.get_group(), vocab_size=5)
+
+
+def test_slices_that_do_not_fit(pool2: Pool) -> None:
+    pool2.run(slices_that_do_not_fit)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -176,6 +191,10 @@ def test_autocast() -> None:
         ({"reduction": "none"}, "reduction='none' must be mean or sum"),
         ({"labels": torch.arange(3)}, "8 hidden states have 3 labels"),
         ({"labels": torch.arange(8)}, "label 5 is outside of the vocabulary of 5"),
+        ({"hidden": torch.zeros(2, 4, 4)}, r"hidden \[2, 4, 4\] and labels \[8\] must be .* flatten them"),
+        ({"weight": torch.zeros(5, 3)}, r"hidden \[8, 4\] does not fit to weight \[5, 3\]"),
+        ({"weight": torch.zeros(5, 4).bfloat16()}, "hidden is torch.float32 and weight is torch.bfloat16; cast one"),
+        ({"label_smoothing": 2.0}, "label_smoothing=2.0 is a share of the target; use a number from 0 to 1"),
     ],
 )
 def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:

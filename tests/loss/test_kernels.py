@@ -33,6 +33,9 @@ def test_fields() -> None:
         FSDP2Config(loss_kernel="fast")
     with pytest.raises(ValueError, match="chunked_loss=0 must be at least 1"):
         FSDP2Config(chunked_loss=0)
+    for wrong in (True, 1e3, "1024"):
+        with pytest.raises(TypeError, match="must be a whole number of tokens"):
+            FSDP2Config(chunked_loss=wrong)
 
 
 def standin(hidden: Tensor, weight: Tensor, target: Tensor, bias: Any = None, **kwargs: Any) -> Tensor:

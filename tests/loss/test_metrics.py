@@ -79,6 +79,12 @@ def test_no_targets() -> None:
     assert TokenAccuracy()(logits, torch.full_like(labels, -100)) == 0
 
 
+def test_a_model_that_returned_no_logits() -> None:
+    for metric in (Perplexity(), TokenAccuracy()):
+        with pytest.raises(TypeError, match=r"needs logits.*call it without labels for them, or use chunked_loss=None"):
+            metric(None, torch.zeros(2, 3).long())
+
+
 def test_masked_tokens_do_not_count() -> None:
     ids = torch.arange(6).view(2, 3)
     assert TokenCounter()(ids, torch.tensor([[1, 1, 0], [1, 0, 0]])) == 3

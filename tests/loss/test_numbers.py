@@ -147,6 +147,24 @@ def test_unknown_reduction() -> None:
         cross_entropy(torch.zeros(2, 7), torch.zeros(2).long(), reduction="avg")
 
 
+@pytest.mark.parametrize("function", [cross_entropy, top1_accuracy])
+def test_targets_of_another_shape(function: Any) -> None:
+    logits = torch.randn(2, 3, 7)
+    for shape in ((3, 2), (2, 2), (1,), (2, 3, 7)):
+        with pytest.raises(
+            ValueError, match=r"do not fit to logits \[2, 3, vocab\]: give one for each position, \[2, 3\]"
+        ):
+            function(logits, torch.zeros(shape).long())
+    targets = torch.randint(7, (2, 3))
+    assert function(logits, targets.flatten()) == function(logits, targets)
+
+
+@pytest.mark.parametrize("share", [2.0, -0.1, float("nan")])
+def test_label_smoothing_that_is_no_share(share: float) -> None:
+    with pytest.raises(ValueError, match="use a number from 0 to 1"):
+        cross_entropy(torch.zeros(2, 7), torch.zeros(2).long(), label_smoothing=share)
+
+
 def placements() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole_logits = DTensor.from_local(torch.ones(2, 6), mesh, [Replicate()])
