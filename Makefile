@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu lint format bench quickstart clean
+.PHONY: help venv test test-gpu test-long lint format bench quickstart clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: $(STAMP) ## run the tests on this machine's CPU; PYTEST_ARGS="-k name" cho
 
 test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+test-long: $(STAMP) ## run the tests that take minutes, such as a resume from every layout in every other
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check

@@ -66,19 +66,38 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items())
 
 
+def follow(source: str) -> list[str]:
+    """All layouts, in a circle from ``source`` on."""
+    i = list(LAYOUTS).index(source)
+    return [*LAYOUTS, *LAYOUTS][i : i + len(LAYOUTS)]
+
+
+@pytest.fixture
+def pools(nursery: Nursery, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
+    return {1: Pool(nursery, 1), 2: pool2, 4: pool4}
+
+
 @pytest.mark.parametrize("source", list(LAYOUTS))
-def test_it_goes_on_in_any_layout(nursery: Nursery, pool2: Pool, pool4: Pool, tmp_path: Path, source: str) -> None:
+def test_it_goes_on_in_any_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
     """Two of three micro-batches are through, in the second epoch. Every layout is resumed from two others."""
-    pools = {1: Pool(nursery, 1), 2: pool2, 4: pool4}
+    check(pools, tmp_path, source, follow(source)[:3])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", list(LAYOUTS))
+def test_it_goes_on_in_every_other_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
+    check(pools, tmp_path, source, follow(source)[3:])
+
+
+def check(pools: dict[int, Pool], directory: Path, source: str, targets: list[str]) -> None:
+    path = directory / "mid.ckpt"
+    count = BATCHES + 5
 
     def start(layout: str, count: int | None, resume: Path | None) -> dict[str, Any]:
         return pools[RANKS[layout]].run(run, layout, path, count, resume, trainer=True)[0]
 
-    path = tmp_path / "mid.ckpt"
-    count = BATCHES + 5
     whole = start(source, count, None)
-    i = list(LAYOUTS).index(source)
-    for layout in (source, *(2 * list(LAYOUTS))[i + 1 : i + 3]):
+    for layout in targets:
         again = start(layout, None, path)
         if layout == source and source in ("tp=2", "one device"):
             assert again["losses"] == whole["losses"][count:]
