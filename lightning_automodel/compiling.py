@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat import allow_records_in_checkpoints
+from lightning_automodel._compat import allow_records_in_checkpoints, overlap_in_compiled_graphs
 from lightning_automodel._compat.transformers import recording_inside_graph, recordings_of_call, set_test_of_packing
 from lightning_automodel.activation import has_cache, is_checkpointed, without_cache
 from lightning_automodel.blocks import class_names, find_blocks, text_config
@@ -65,6 +67,28 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
 
     for block in blocks:
         wrap_forward(block, around)
+
+
+def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:
+    """Blocks that are compiled from now on split their gathers and reduce-scatters, and overlap them with matmuls.
+
+    torch.compile does it (its pass of the name "micro pipeline") wherever a gather feeds matrix products or one matrix
+    product feeds a reduce-scatter: all four of a block's forward pass, and the two gathers of its backward pass.
+
+    Raises:
+        ValueError: if the tp group has no symmetric memory, which ranks read from each other.
+    """
+    group = tp_mesh.get_group()
+    if group.size() == 1:
+        warn_once("enable_async_tensor_parallel=True does nothing with tp=1")
+        return
+    backend = dist.get_backend_config(group)
+    if tp_mesh.device_type != "cuda" or "nccl" not in backend:
+        raise ValueError(
+            "enable_async_tensor_parallel=True needs symmetric memory, which torch has on CUDA devices under NCCL; "
+            f"the mesh is on {tp_mesh.device_type!r} and communicates with {backend}; leave it at False"
+        )
+    overlap_in_compiled_graphs(group)
 
 
 def assume_no_packing(model: nn.Module, assume: bool) -> None:

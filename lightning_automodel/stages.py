@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lightning_automodel.activation import apply_activation_checkpointing
 from lightning_automodel.autocasting import install_autocast
 from lightning_automodel.blocks import class_names
-from lightning_automodel.compiling import apply_compile, assume_no_packing
+from lightning_automodel.compiling import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.config import DDPConfig, FSDP2Config, resolve_dtype
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import broadcast_weights, cast_parameters
@@ -46,6 +46,8 @@ def apply_stages(
     if tp > 1:
         apply_tensor_parallel(model, tp_mesh, layout)
     install_loss(model, tp_mesh, config)
+    if config.enable_async_tensor_parallel:
+        overlap_tensor_parallel(tp_mesh)
     apply_levers(model, config, tp_mesh.device_type)
     apply_fsdp2(model, fsdp_mesh, config, mp_policy)
     return model

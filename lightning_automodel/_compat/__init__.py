@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
@@ -171,6 +173,15 @@ def allow_records_in_checkpoints() -> None:
     torch refuses that unless told that a recomputation may leave it out; only a setting of the process says so.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def overlap_in_compiled_graphs(group: dist.ProcessGroup) -> None:
+    """Lets inductor fuse the collectives of ``group`` with the matrix products beside them.
+
+    Both the switch of the pass and the registration of a group for symmetric memory are private (torchtitan does this).
+    """
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)
 
 
 def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_policy: MixedPrecisionPolicy) -> None:

@@ -58,7 +58,9 @@ class FSDP2Config:
             ``False`` reduces at every micro-batch, which keeps sharded gradients only.
         reshard_after_forward: ``None``: all blocks but the last; ``True``, ``False`` or an int override, as in FSDP2.
         backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
-        enable_async_tensor_parallel: overlap of communication and matmul. Not available yet.
+        enable_async_tensor_parallel: the gathers and reduce-scatters of sequence parallelism run piece by piece, beside
+            the matrix products that they feed and that feed them. Needs ``sequence_parallel``, ``enable_compile`` with
+            "inductor", and GPUs of a tp group that reach each other's memory.
         enable_compile: compile each block in place, with ``torch.compile``; names and checkpoints stay as they are.
         compile_backend: of ``torch.compile``.
         compile_dynamic: ``True``: one graph for all lengths of the sequence. ``False``: one for each. ``None``: for the
@@ -103,8 +105,6 @@ class FSDP2Config:
     loss_kernel: str = "torch"
 
     def __post_init__(self) -> None:
-        if self.enable_async_tensor_parallel:
-            raise ValueError("FSDP2Config(enable_async_tensor_parallel=True) is not available in this version")
         check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
             if getattr(self, name) < 1:
@@ -119,6 +119,17 @@ class FSDP2Config:
         resolve_mp_policy(self.mp_policy)
         resolve_offload_policy(self.offload_policy)
         check_autocast(resolve_dtype(self.autocast_dtype))
+        if self.enable_async_tensor_parallel:
+            self._check_async()
+
+    def _check_async(self) -> None:
+        needed = {"sequence_parallel": True, "enable_compile": True, "compile_backend": "inductor"}
+        missing = [f"{name}={value!r}" for name, value in needed.items() if getattr(self, name) != value]
+        if missing:
+            raise ValueError(
+                "enable_async_tensor_parallel=True overlaps what sequence parallelism communicates inside of compiled "
+                f"blocks; set {' and '.join(missing)} as well"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; values are not copied."""

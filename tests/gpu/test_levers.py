@@ -1,4 +1,4 @@
-"""One GPU, one rank: levers that need a device. Not run where there is no GPU."""
+"""Levers that need devices, on one GPU, or on two under ``torchrun --nproc-per-node 2 -m pytest tests/gpu``."""
 
 from pathlib import Path
 

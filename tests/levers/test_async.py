@@ -1,0 +1,61 @@
+"""Asynchronous tensor parallelism: which collectives are fused with matmuls, the same numbers, clear refusals.
+
+There is no symmetric memory on CPU: torch's fallbacks of the fused operations run in its place.
+"""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel._compat import overlap_in_compiled_graphs
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from tests.functional.support import build_llama
+from tests.harness.pool import Nursery, Pool, RankFailed
+from tests.levers.symmetric import fuse_on_cpu
+from tests.support.comparison import Schedule, compare
+from tests.support.families import tiny_model
+
+BLOCKS = {"sequence_parallel": True, "enable_compile": True}
+ASYNC = {**BLOCKS, "enable_async_tensor_parallel": True}
+
+
+def fused() -> tuple[float, str, Counter[str]]:
+    """Runs on each rank: one block, one micro-batch."""
+    calls: Counter[str] = Counter()
+    fuse_on_cpu(calls)
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    overlap_in_compiled_graphs(axis(mesh, TP).get_group())
+    build = partial(tiny_model, "llama", attention="sdpa", num_hidden_layers=1)
+    schedule = Schedule(steps=1, micro_batches=1, length=12)
+    return (*compare(build, {"tp": 2}, 2, schedule, FSDP2Config(**BLOCKS)).largest, calls)
+
+
+def test_what_is_fused_and_its_numbers(pool2: Pool) -> None:
+    # The gradients of q, k, v (gate, up) are summed before they are scattered: no single matmul feeds that.
+    forward, backward = {"gather for 3": 1, "gather for 2": 1, "scatter": 2}, {"gather for 1": 2}
+    for error, where, calls in pool2.run(fused, timeout=110):
+        assert error <= 1e-5, where
+        assert calls == {**forward, **backward}
+
+
+def on_cpu() -> None:
+    """Runs on each rank."""
+    parallelize(
+        build_llama(),
+        build_mesh(resolve_sizes(dist.get_world_size(), tp=dist.get_world_size()), "cpu"),
+        FSDP2Config(**ASYNC),
+    )
+
+
+def test_refused(nursery: Nursery, pool2: Pool) -> None:
+    with pytest.raises(ValueError, match="set sequence_parallel=True and enable_compile=True as well"):
+        FSDP2Config(enable_async_tensor_parallel=True)
+    with pytest.raises(ValueError, match="set compile_backend='inductor' as well"):
+        FSDP2Config(**ASYNC, compile_backend="aot_eager")
+    with pytest.raises(RankFailed, match=r"the mesh is on 'cpu' and communicates with .*gloo"):
+        pool2.run(on_cpu)
+    Pool(nursery, 1).run(on_cpu)  # a warning
