@@ -190,9 +190,11 @@ class _SplitLookup(TorchFunctionMode):
         start, length = shard_bounds(self.rows, self.group.size(), self.group.rank())
         local = input - start
         held = (local >= 0) & (local < length)
+        elsewhere = ~held & (input >= 0) & (input < self.rows)
         padding = padding_idx if padding_idx is None else padding_idx % self.rows - start
         options["padding_idx"] = padding if padding is not None and 0 <= padding < length else None
-        output = functional.embedding(torch.where(held, local, 0), weight, **options)
+        # An id outside of the vocabulary stays outside on every rank, and torch refuses it as on one process.
+        output = functional.embedding(local.masked_fill(elsewhere, 0), weight, **options)
         return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), self.group)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.support.comparison import Schedule, compare
 
@@ -55,3 +57,21 @@ def test_layout_equals_one_process(family: str, tied: bool, world: int, pool2: P
     pool = {2: pool2, 4: pool4}[world]
     for result in pool.run(errors, family, tied, world):
         assert {layout: error for layout, error in result.items() if error[0] > BOUND} == {}
+
+
+def refusals() -> list[str]:
+    """Runs on each rank: what a split embedding says to ids outside of the vocabulary."""
+    model = parallelize(build("llama", tied=True), build_mesh(resolve_sizes(2, tp=2), "cpu"))
+    said = []
+    for bad in (SIZES["vocab_size"], -1):
+        try:
+            model(torch.tensor([[3, bad, 5]]))
+        except IndexError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ids_outside_of_the_vocabulary_are_refused_as_on_one_process(pool2: Pool) -> None:
+    with pytest.raises(IndexError) as expected:
+        build("llama", tied=True)(torch.tensor([[3, SIZES["vocab_size"], 5]]))
+    assert pool2.run(refusals) == [[str(expected.value)] * 2] * 2
