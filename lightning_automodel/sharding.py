@@ -1,7 +1,7 @@
 """Shards a model over the data ranks with FSDP2: one unit per block, one for the rest, gathered ahead of their use."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
 
     Always applied, also on one data rank: every parameter is then a DTensor over the same mesh, which is what stock
     clipping and stock fused optimizers need.
+
+    Raises:
+        ValueError: for ``tower_policy="replicate"`` with towers that train.
     """
     blocks = find_independent_blocks(model)
     towers = find_towers(model)
@@ -27,8 +30,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     if config.tower_policy != "per_layer":
         blocks = {name: block for name, block in blocks.items() if outermost(list(towers), name) is None}
         if config.tower_policy == "replicate":
-            replicated = {p for tower in towers.values() for p in tower.parameters()}
-            _cast_to_compute(replicated, mp_policy)
+            replicated = _replicate(towers, mp_policy)
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
     inside = policy_of_blocks(model, config, mp_policy)
     last = last_blocks(model, blocks)
@@ -111,11 +113,32 @@ def shard_unit(
         add_parameter_group(unit, group, policy)
 
 
-def _cast_to_compute(parameters: Iterable[nn.Parameter], mp_policy: MixedPrecisionPolicy) -> None:
-    """Nothing gathers these parameters, so nothing casts them when they are used."""
-    for parameter in parameters:
+def _replicate(towers: dict[str, nn.Module], mp_policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Nothing gathers these parameters, so nothing casts them when they are used, and nothing sums their gradients."""
+    for name, tower in towers.items():
+        check = _FrozenCheck(name)
+        check(tower)
+        tower.register_forward_pre_hook(check)
+    replicated = {p for tower in towers.values() for p in tower.parameters()}
+    for parameter in replicated:
         if mp_policy.param_dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(mp_policy.param_dtype)
+    return replicated
+
+
+@dataclass(frozen=True)
+class _FrozenCheck:
+    """Before every forward pass of a tower: a callback may unfreeze it in the middle of a run."""
+
+    name: str
+
+    def __call__(self, tower: nn.Module, args: tuple = ()) -> None:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters()):
+            raise ValueError(
+                f'tower_policy="replicate" is for frozen towers, but {self.name} ({type(tower).__name__}) has '
+                "parameters that train: their gradients would differ between the data ranks. Use "
+                f'tower_policy="root" or "per_layer", or freeze it: {self.name}.requires_grad_(False)'
+            )
 
 
 def set_prefetch(blocks: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:

@@ -71,7 +71,7 @@ class FSDP2Config:
         tower_policy: how the vision and audio towers of a composite model are sharded over the data ranks. "root": with
             what lies outside of blocks, gathered in every step, so that a batch without images on some ranks cannot
             hang. "per_layer": block by block, the least memory; every rank needs images in every step. "replicate":
-            not at all, for frozen towers only.
+            not at all, for frozen towers only: one that trains is an error.
         chunked_loss: tokens per chunk (1024 is a good start): called with labels, a language model computes its loss
             chunk by chunk from the hidden states, never holds all logits, and returns ``logits=None``. ``None``: off.
         broadcast_weights: with ``dp_replicate`` > 1, only the first replica reads the files of ``from_pretrained``, and

@@ -7,6 +7,8 @@ from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaCon
 
 from lightning_automodel.blocks import find_towers
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.support.comparison import Batch, Schedule, compare
 
@@ -62,6 +64,54 @@ def test_a_batch_without_images_on_some_ranks(policy: str, pool2: Pool, pool4: P
             assert largest <= 1e-5, name
 
 
-def test_a_tower_sharded_by_layer(pool2: Pool) -> None:
-    for largest, name in pool2.run(error, "per_layer", {"tp": 2}, 2):
+def draw_images(schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
+    """On every data rank, as a tower that is gathered by layer needs it."""
+    return draw(schedule, 10 * step + data_rank, 0)
+
+
+def build_trainable() -> nn.Module:
+    """With biases that are not zero, so that none consists of rounding errors after a step."""
+    model = build().requires_grad_(True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def error_by_layer(sizes: dict[str, int]) -> tuple[float, str]:
+    """Runs on each rank."""
+    config = FSDP2Config(tower_policy="per_layer")
+    return compare(build_trainable, sizes, 2, config=config, draw=draw_images).largest
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=["tp2", "dp2"])
+def test_a_tower_that_trains_sharded_by_layer(sizes: dict[str, int], pool2: Pool) -> None:
+    for largest, name in pool2.run(error_by_layer, sizes):
         assert largest <= 1e-5, name
+
+
+def unfreeze(model: nn.Module) -> None:
+    for tower in find_towers(model).values():
+        tower.requires_grad_(True)
+
+
+def refusal(early: bool) -> str:
+    """Runs on each rank: what is said to a replicated tower that trains, before or after it was made parallel."""
+    mesh, model = build_mesh(resolve_sizes(2, dp_shard=2), "cpu"), build()
+    try:
+        if early:
+            unfreeze(model)
+        parallelize(model, mesh, FSDP2Config(tower_policy="replicate"))
+        unfreeze(model)
+        assert not early
+        model(**draw_images(Schedule(), 0, 0)[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+def test_a_replicated_tower_must_be_frozen(early: bool, pool2: Pool) -> None:
+    for message in pool2.run(refusal, early):
+        assert "is for frozen towers, but model.vision_tower (CLIPVisionModel) has parameters that train" in message
