@@ -66,6 +66,21 @@ def test_what_plans_do_not_say_is_found_in_the_structure(pool2: Pool) -> None:
     check(pool2.run(errors, {f: Run(sizes={"tp": 2}, schedule=ONE_STEP) for f in SPLIT_BY_STRUCTURE}))
 
 
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""The last two layers attend with the keys and values of the first two."""
+
+
+def test_layers_that_share_keys_and_values(pool2: Pool) -> None:
+    runs = {
+        f: Run(sizes={"tp": 2}, schedule=Schedule(steps=1), changes=SHARING) for f in ("gemma4_text", "gemma3n_text")
+    }
+    check(pool2.run(errors, runs))
+
+
 GATHERED_BY_THE_ROOT = (
     "mllama",  # text alone skips blocks, on one data rank only
     "reformer",  # blocks run again in the backward pass, without their hooks
