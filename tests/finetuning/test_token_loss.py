@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM
 from tests.harness.pool import Pool
 
@@ -65,6 +65,10 @@ def _fit(model_dir: str, batches: list[Batch], accumulate: int, **trainer: Any) 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sharded": lambda: FSDP2TPStrategy(dp_shard=2),
     "replicated": lambda: FSDP2TPStrategy(dp_shard=1, dp_replicate=2),
+    "hybrid": lambda: FSDP2TPStrategy(dp_shard=2, dp_replicate=2),
+    "hybrid, reduced at once": lambda: FSDP2TPStrategy(
+        dp_shard=2, dp_replicate=2, config=FSDP2Config(defer_fsdp_grad_sync=False)
+    ),
     "tp": lambda: FSDP2TPStrategy(tp=2),
     "ddp": DDPStrategy,
 }
@@ -72,8 +76,9 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 def _fit_share(model_dir: str, shares: list[list[Batch]], accumulate: int, name: str) -> list[Step]:
     """Runs on a rank: trains on the share of the batches that its data rank has."""
-    share = shares[int(os.environ["RANK"]) * len(shares) // 2]
-    return _fit(model_dir, share, accumulate, devices=2, strategy=STRATEGIES[name](), use_distributed_sampler=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    share = shares[rank * len(shares) // world]
+    return _fit(model_dir, share, accumulate, devices=world, strategy=STRATEGIES[name](), use_distributed_sampler=False)
 
 
 def _one_big_batch(model_dir: Path, batches: list[Batch]) -> Step:
@@ -108,10 +113,16 @@ def test_a_step_without_targets_has_no_gradient(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_ranks_with_different_token_counts_equal_one_process(model_dir: Path, pool2: Pool, name: str) -> None:
+def test_ranks_with_different_token_counts_equal_one_process(
+    model_dir: Path, pool2: Pool, pool4: Pool, name: str
+) -> None:
     batches = _batches(6)
     shares = [batches] if name == "tp" else [batches[:3], batches[3:]]
-    ranks = pool2.run(_fit_share, str(model_dir), shares, 2, name, trainer=True)
+    if name.startswith("hybrid"):
+        batches = _batches(8)
+        shares = [batches[i : i + 2] for i in range(0, 8, 2)]
+    pool = pool4 if name.startswith("hybrid") else pool2
+    ranks = pool.run(_fit_share, str(model_dir), shares, 2, name, trainer=True)
     count = len(shares[0])
     for start in range(0, count, 2):
         window = [batch for share in shares for batch in share[start : start + 2]]

@@ -29,7 +29,7 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             group = next(ProcessGroup.unbox(x) for x in args if _is_group(x))
             kind = KINDS[func._schema.name.split("::")[1]]
-            key = f"{self.direction} {kind} {self.names[group.group_name]}"
+            key = f"{self.direction} {kind} {self.names.get(group.group_name, 'other')}"
             self.found["count"][key] += 1
             self.found["bytes"][key] += max(sum(x.nbytes for x in _tensors(value)) for value in args[:2])
         return func(*args, **(kwargs or {}))

@@ -4,6 +4,8 @@ from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
@@ -106,38 +108,74 @@ def test_what_a_block_costs(pool2: Pool) -> None:
             assert actual == expected, (sizes, fields, micro)
 
 
-# ---- gathered ahead of use -------------------------------------------------------------------------------------------
+# ---- gathered ahead of use, and held ---------------------------------------------------------------------------------
 
 
 def gathered(fields: dict[str, Any]) -> dict[str, list[int]]:
-    """Runs on each rank: how many blocks have been asked for when each one starts, in both directions."""
-    mesh = build_mesh(resolve_sizes(2, dp_shard=2), "cpu")
+    """Runs on each rank: how many blocks have been asked for when each one starts, and are whole in memory then."""
+    world = dist.get_world_size()
+    mesh = build_mesh(resolve_sizes(world, dp_shard=world), "cpu")
     model: Any = parallelize(tiny_model("llama", num_hidden_layers=4), mesh, FSDP2Config(**fields)).train()
-    found: dict[str, list[int]] = {"forward": [], "backward": []}
+    layers = model.model.layers
+    found: dict[str, list[int]] = {"forward": [], "backward": [], "held": []}
     counter = Collectives({name: axis(mesh, name).get_group() for name in (DP_REPLICATE, DP_SHARD_CP, TP)})
 
     def note(direction: str) -> None:
-        count = counter.found["count"][f"{direction} all-gather {DP_SHARD_CP}"]
+        count = sum(n for key, n in counter.found["count"].items() if key.startswith(f"{direction} all-gather"))
         found[direction].append(count - 1 if direction == "forward" else count)  # the root comes before all blocks
+        found["held"].append(sum(map(is_whole, layers)))
 
-    for layer in model.model.layers:
+    for layer in layers:
         layer.register_forward_pre_hook(lambda *_: note("forward"))
         layer.register_forward_hook(lambda m, args, output: output.register_hook(lambda _: note("backward")) and None)
     ids = token_ids()
     with counter:
         loss = model(input_ids=ids, labels=ids).loss
+        found["held"].append(sum(map(is_whole, layers)))
         counter.direction = "backward"
         loss.backward()
+    found["held"].append(sum(map(is_whole, layers)))
     return found
 
 
-def test_blocks_are_gathered_ahead(pool2: Pool) -> None:
-    cases: list[tuple[dict[str, Any], list[int], list[int]]] = [
-        ({"fsdp2_forward_prefetch_depth": 1, "fsdp2_backward_prefetch_depth": 2}, [2, 3, 4, 4], [2, 3, 3, 3]),
-        ({"fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1}, [4, 4, 4, 4], [1, 2, 3, 3]),
-        ({"enable_fsdp2_prefetch": False}, [1, 2, 3, 4], [1, 2, 3, 3]),  # FSDP2 itself asks for one block ahead
-        ({"reshard_after_forward": True}, [2, 3, 4, 4], [3, 4, 4, 4]),
-        ({"reshard_after_forward": False}, [2, 3, 4, 4], [0, 0, 0, 0]),
-    ]
-    for fields, forward, backward in cases:
-        assert pool2.run(gathered, fields) == [{"forward": forward, "backward": backward}] * 2, fields
+def is_whole(block: nn.Module) -> bool:
+    """Whether FSDP2 holds memory for the block's whole parameters, copied there already or on the way."""
+    (group,) = fully_shard.state(block)._fsdp_param_groups  # type: ignore[attr-defined]
+    return group.is_unsharded or group._all_gather_result is not None
+
+
+# asked for in the forward pass, in the backward pass; whole as blocks 0 1 2 3 start, after the forward pass, as blocks
+# 3 2 1 0 start in the backward pass, and in the end
+SCHEDULES: list[tuple[dict[str, Any], list[int], list[int], list[int]]] = [
+    (
+        {"fsdp2_forward_prefetch_depth": 1, "fsdp2_backward_prefetch_depth": 2},
+        [2, 3, 4, 4],
+        [2, 3, 3, 3],
+        [2, 2, 2, 1, 1, 3, 3, 2, 1, 0],
+    ),
+    (
+        {"fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1},
+        [4, 4, 4, 4],
+        [1, 2, 3, 3],
+        [4, 3, 2, 1, 1, 2, 2, 2, 1, 0],
+    ),
+    # FSDP2 itself asks for one block ahead in the backward pass
+    ({"enable_fsdp2_prefetch": False}, [1, 2, 3, 4], [1, 2, 3, 3], [1, 1, 1, 1, 1, 2, 2, 2, 1, 0]),
+    ({"reshard_after_forward": True}, [2, 3, 4, 4], [3, 4, 4, 4], [2, 2, 2, 1, 0, 3, 3, 2, 1, 0]),
+    ({"reshard_after_forward": False}, [2, 3, 4, 4], [0, 0, 0, 0], [2, 3, 4, 4, 4, 4, 3, 2, 1, 0]),
+]
+
+
+def test_blocks_are_gathered_ahead_and_freed(pool2: Pool) -> None:
+    for fields, forward, backward, held in SCHEDULES:
+        expected = {"forward": forward, "backward": backward, "held": held}
+        assert pool2.run(gathered, fields) == [expected] * 2, fields
+
+
+def test_pairs_of_ranks_hold_blocks_between_the_passes(pool4: Pool) -> None:
+    fields: dict[str, Any] = {"reshard_after_forward": 2}
+    (as_true,) = (row for row in SCHEDULES if row[0] == {"reshard_after_forward": True})
+    for found in pool4.run(gathered, fields):
+        assert (found["forward"], found["backward"], found["held"]) == as_true[1:]
+    for costs in pool4.run(per_block, {"dp_shard": 4}, fields, 1):
+        assert costs == {**GATHERED, "backward all-gather other": whole_block(1)}  # over two ranks, not four
