@@ -31,7 +31,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.collectives import copy_in, shard_bounds
 from lightning_automodel.heads import causal_lm_loss
-from lightning_automodel.vocabulary import join_slices
+from lightning_automodel.sliced_logits import join_slices
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loss_memory.md"
 GIB = 2**30

@@ -1,7 +1,7 @@
 """The loss of a model that is called with labels: from slices of the logits, or without them. ::
 
     model(labels=...) --> head ------> whole logits (tp = 1) ------------+
-                           |--------> DTensor, cut on the vocabulary ---+--> the model's own scaling, soft-capping
+                           |--------> SlicedLogits (a DTensor) ----------+--> the model's own scaling, soft-capping
                            +--------> DeferredLogits (chunked loss) ----+            |
                                                             causal_lm_loss, by what the logits are
 
@@ -24,7 +24,8 @@ from lightning_automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfi
 from lightning_automodel.deferred import DeferredLogits, LinearRecipe
 from lightning_automodel.kernels import check_kernel
 from lightning_automodel.loss import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
-from lightning_automodel.vocabulary import Part, join_slices
+from lightning_automodel.sliced_logits import join_slices
+from lightning_automodel.vocabulary import Part
 
 LossConfig = FSDP2Config | DDPConfig | MegatronFSDPConfig
 _CALLS = "_calls_with_labels"

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_automodel._compat import assert_async
@@ -97,13 +96,6 @@ def vocabulary_slice(logits: Tensor) -> tuple[Tensor, Part]:
             "redistribute them first: logits.redistribute(placements=[...])"
         )
     return logits.to_local(), Part.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
-
-
-def join_slices(local: Tensor, mesh: DeviceMesh, size: int) -> DTensor:
-    """The slices [..., vocab / tp] that the ranks of ``mesh`` (one axis) hold of ``size`` logits, as one DTensor."""
-    shape = torch.Size((*local.shape[:-1], size))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride)
 
 
 def token_losses(

@@ -69,18 +69,36 @@ def logits_of_calls() -> None:
 
 
 def losses_of_users() -> None:
-    """From logits that came without labels, and from logits that were gathered."""
+    """From logits that came without labels or with them, gathered or not."""
     reference, model = make()
     ids = text()
 
     def own_loss(logits: Tensor) -> Tensor:
         return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
 
-    own_loss(reference(ids).logits).backward()
-    for call in ({}, {"labels": ids}):
-        model.zero_grad()
-        own_loss(gather_logits(model(ids, **call).logits)).backward()
-        torch.testing.assert_close(gradient(model), gradient(reference))
+    def by_position(logits: Tensor) -> Tensor:
+        losses = cross_entropy(logits.float()[..., :-1, :].contiguous().transpose(1, 2), ids[:, 1:], reduction="none")
+        return losses[:, 2:].mean()
+
+    for loss in (own_loss, by_position):
+        reference.zero_grad()
+        expected = loss(reference(ids).logits)
+        expected.backward()
+        for call, given in (({}, gather_logits), ({"labels": ids}, gather_logits), ({"labels": ids}, lambda x: x)):
+            model.zero_grad()
+            value = loss(given(model(ids, **call).logits))
+            value.backward()
+            torch.testing.assert_close(value, expected)
+            torch.testing.assert_close(gradient(model), gradient(reference))
+
+
+def losses_that_need_whole_logits() -> None:
+    logits = make()[1](text(), labels=text()).logits
+    for wrong in ({"weight": torch.ones(131)}, {"target": torch.ones(2, 131, 10), "reduction": "sum"}):
+        with pytest.raises(TypeError, match=r"but not weight.*use lightning_automodel.loss.gather_logits\(logits\)"):
+            cross_entropy(logits.mT, **{"target": text(), **wrong})
+    with pytest.raises(TypeError, match=r"gather was called with logits that are cut.*gather_logits\(logits\)"):
+        logits.log_softmax(-1).gather(-1, text()[..., None])
 
 
 def chunked_returns_no_logits() -> None:
@@ -208,6 +226,7 @@ def models_without_a_causal_loss() -> None:
     [
         logits_of_calls,
         losses_of_users,
+        losses_that_need_whole_logits,
         chunked_returns_no_logits,
         loss_functions_of_users,
         compiled_blocks,
