@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.collectives import copy_in, shard_bounds
 from lightning_automodel.loss import IGNORE_INDEX, count_targets
-from lightning_automodel.vocabulary import Part, check_smoothing, check_targets, ignored, wide
+from lightning_automodel.vocabulary import Part, SmoothedLoss, check_smoothing, check_targets, ignored, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,23 +218,13 @@ def _loss_and_gradient(
 def _softmax_loss(
     logits: Tensor, targets: Tensor, options: ChunkOptions, gradients: bool, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    part, smoothing = options.part, options.label_smoothing
-    maximum = part.maximum(logits)
-    sums = maximum.new_zeros((3 if smoothing else 2, logits.shape[0]))  # of exp, of the target, of all logits
-    sums[1] = part.pick(logits, targets, maximum)
+    rule = SmoothedLoss(options.part, options.label_smoothing)
+    maximum, sums = rule.start(logits, targets)
     overwrite = overwrite and logits.dtype == maximum.dtype
     values = logits.sub_(maximum[:, None]) if overwrite else logits - maximum[:, None]
-    if smoothing:
-        sums[2] = values.sum(-1)
-    sums[0] = values.exp_().sum(-1)
-    part.reduce(sums)
+    rule.exponentiate(values, sums)
+    options.part.reduce(sums)
     counts = (~ignored(targets, options.ignore_index)).to(values.dtype)
-    losses = sums[0].log() - (1 - smoothing) * sums[1]
-    if smoothing:
-        losses -= smoothing / part.size * sums[2]
     if gradients:
-        values *= (counts / sums[0])[:, None]
-        if smoothing:
-            values -= (counts * smoothing / part.size)[:, None]
-        part.subtract(values, targets, (1 - smoothing) * counts)
-    return losses.masked_fill_(counts == 0, 0).sum(), values
+        rule.differentiate(values, targets, sums[0], counts)
+    return rule.losses(sums).masked_fill_(counts == 0, 0).sum(), values

@@ -12,8 +12,31 @@ from torchmetrics import Metric
 from lightning_automodel.loss import IGNORE_INDEX, count_hits, cross_entropy, next_tokens
 
 
-class _OverTargets(Metric):
-    """A mean over all targets of all batches and data ranks, each with the same weight.
+class MeanOverTargets(Metric):
+    """A mean over all targets of all batches and data ranks, each with the same weight."""
+
+    full_state_update = False
+    total: Tensor
+    targets: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("targets", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def add(self, total: Tensor, targets: Tensor) -> None:
+        """Adds a sum over ``targets`` targets; both are scalars."""
+        # Not in place: a state that was made under inference mode could then not be updated outside of it.
+        self.total = self.total + total.double()
+        self.targets = self.targets + targets
+
+    def compute(self) -> Tensor:
+        """The mean, float32; 0 if there was no target."""
+        return (self.total / self.targets.clamp(min=1)).float()
+
+
+class _FromLogits(MeanOverTargets):
+    """A mean of what logits say about targets.
 
     Args:
         ignore_index: value of labels that do not count.
@@ -21,16 +44,10 @@ class _OverTargets(Metric):
             ``False``: against label ``t``.
     """
 
-    full_state_update = False
-    total: Tensor
-    targets: Tensor
-
     def __init__(self, ignore_index: int = IGNORE_INDEX, shift: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.ignore_index = ignore_index
         self.shift = shift
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("targets", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Adds a batch.
@@ -48,20 +65,14 @@ class _OverTargets(Metric):
                 "beside its loss; call it without labels for them, or use chunked_loss=None and loss_kernel='torch'"
             )
         targets = next_tokens(labels, self.ignore_index) if self.shift else labels
-        # Not in place: a state that was made under inference mode could then not be updated outside of it.
-        self.total = self.total + self.sum_over_targets(logits.detach(), targets).double()
-        self.targets = self.targets + (targets != self.ignore_index).sum()
+        self.add(self.sum_over_targets(logits.detach(), targets), (targets != self.ignore_index).sum())
 
     def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         """What one batch adds: a scalar."""
         raise NotImplementedError
 
-    def compute(self) -> Tensor:
-        """The mean, float32; 0 if there was no target."""
-        return (self.total / self.targets.clamp(min=1)).float()
 
-
-class Perplexity(_OverTargets):
+class Perplexity(_FromLogits):
     """The exponential of the mean loss per target."""
 
     higher_is_better = False
@@ -75,7 +86,7 @@ class Perplexity(_OverTargets):
         return super().compute().exp()
 
 
-class TokenAccuracy(_OverTargets):
+class TokenAccuracy(_FromLogits):
     """Share of the targets that are the most probable token."""
 
     higher_is_better = True

@@ -79,6 +79,44 @@ class Part:
             values.scatter_add_(-1, local.unsqueeze(-1), -(amounts * held).unsqueeze(-1))
 
 
+@dataclass(frozen=True)
+class SmoothedLoss:
+    """Cross entropy of rows of logits, in the steps between which ranks and blocks of rows are combined.
+
+    Attributes:
+        part: which slice of the vocabulary the logits are.
+        smoothing: share of the target that is spread evenly over the vocabulary.
+    """
+
+    part: Part
+    smoothing: float
+
+    def start(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logit of each row, and room for sums of its logits minus that: of exp, of the target, of all."""
+        maximum = self.part.maximum(logits)
+        sums = maximum.new_zeros((3 if self.smoothing else 2, logits.shape[0]))
+        sums[1] = self.part.pick(logits, targets, maximum)
+        return maximum, sums
+
+    def exponentiate(self, shifted: Tensor, sums: Tensor) -> None:
+        """Replaces logits minus their maximum by their exponentials, and writes their ``sums``."""
+        if self.smoothing:
+            sums[2] = shifted.sum(-1)
+        sums[0] = shifted.exp_().sum(-1)
+
+    def losses(self, sums: Tensor) -> Tensor:
+        """[rows], from sums over the whole vocabulary."""
+        losses = sums[0].log() - (1 - self.smoothing) * sums[1]
+        return losses - self.smoothing / self.part.size * sums[2] if self.smoothing else losses
+
+    def differentiate(self, exponentials: Tensor, targets: Tensor, sums: Tensor, weights: Tensor) -> None:
+        """Replaces exponentials by the gradient of ``sum(weights * losses)``; ``sums`` are those of exp, [rows]."""
+        exponentials *= (weights / sums)[:, None]
+        if self.smoothing:
+            exponentials -= (weights * self.smoothing / self.part.size)[:, None]
+        self.part.subtract(exponentials, targets, (1 - self.smoothing) * weights)
+
+
 def vocabulary_slice(logits: Tensor) -> tuple[Tensor, Part]:
     """This rank's slice of ``logits`` [..., vocab], and where it lies; differentiable.
 
@@ -177,23 +215,15 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, part: Part, ignore_index: int | None, smoothing: float
     ) -> Tensor:
-        maximum = part.maximum(logits)
-        sums = maximum.new_zeros((3 if smoothing else 2, logits.shape[0]))  # of exp, of the target, of all logits
-        sums[1] = part.pick(logits, targets, maximum)
+        loss = SmoothedLoss(part, smoothing)
+        maximum, sums = loss.start(logits, targets)
         for rows in _blocks(logits):
-            shifted = logits[rows] - maximum[rows, None]
-            if smoothing:
-                sums[2, rows] = shifted.sum(-1)
-            sums[0, rows] = shifted.exp_().sum(-1)
+            loss.exponentiate(logits[rows] - maximum[rows, None], sums[:, rows])
         part.reduce(sums)
-        log_sum = sums[0].log()
-        losses = log_sum - sums[1]
-        if smoothing:
-            losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / part.size)
-        # Not the log-partition alone, maximum + log_sum: beside large logits it would lose its last digits.
+        # Not the log-partition alone, maximum + log(sum): beside large logits it would lose its last digits.
         ctx.save_for_backward(logits, targets, maximum, sums[0].clone())
-        ctx.part, ctx.ignore_index, ctx.smoothing = part, ignore_index, smoothing
-        return losses.masked_fill_(ignored(targets, ignore_index), 0)
+        ctx.loss, ctx.ignore_index = loss, ignore_index
+        return loss.losses(sums).masked_fill_(ignored(targets, ignore_index), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -202,10 +232,7 @@ class _TokenLosses(torch.autograd.Function):
         result = torch.empty_like(logits)
         for rows in _blocks(logits):
             values = (logits[rows] - maximum[rows, None]).exp_()
-            values *= (grad[rows] / sums[rows])[:, None]
-            if ctx.smoothing:
-                values -= (grad[rows] * ctx.smoothing / ctx.part.size)[:, None]
-            ctx.part.subtract(values, targets[rows], (1 - ctx.smoothing) * grad[rows])
+            ctx.loss.differentiate(values, targets[rows], sums[rows], grad[rows])
             result[rows] = values
         return result, None, None, None, None
 

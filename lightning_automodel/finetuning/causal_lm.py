@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
-from lightning_automodel.finetuning.token_loss import Perplexity, TokenLoss, TokenWindow, count_targets
+from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_targets
 from lightning_automodel.gradients import scale_
 
 _WEIGHTS = (
@@ -66,7 +66,10 @@ class CausalLM(L.LightningModule):
         self.from_scratch = from_scratch
         self.model: PreTrainedModel | None = None
         self.metrics = torch.nn.ModuleDict(
-            {split: torch.nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity()}) for split in ("val", "test")}
+            {
+                split: torch.nn.ModuleDict({"loss": TokenLoss(), "perplexity": TokenPerplexity()})
+                for split in ("val", "test")
+            }
         )
         self._window = TokenWindow()
         self._window_state: dict[str, Any] = {}

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_automodel.finetuning.rows import IGNORED
+from lightning_automodel.metrics import MeanOverTargets
 
 
 def count_targets(labels: Tensor) -> Tensor:
@@ -82,32 +82,18 @@ class TokenWindow:
             self._sums = torch.tensor(values, dtype=torch.float64, device=device)
 
 
-class TokenLoss(Metric):
+class TokenLoss(MeanOverTargets):
     """Mean loss per target token, exact over uneven batches and ranks."""
 
-    full_state_update = False
     higher_is_better = False
-    loss_sum: Tensor
-    targets: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("targets", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, loss_sum: Tensor, targets: Tensor) -> None:
         """Adds the loss summed over a batch and its number of targets, both scalars."""
-        # Not in place: a state that was made under inference mode could then not be updated outside of it.
-        self.loss_sum = self.loss_sum + loss_sum.double()
-        self.targets = self.targets + targets
-
-    def compute(self) -> Tensor:
-        """The mean, float32; 0 if there was no target."""
-        return (self.loss_sum / self.targets.clamp(min=1)).float()
+        self.add(loss_sum, targets)
 
 
-class Perplexity(TokenLoss):
-    """The exponential of the mean loss per target token."""
+class TokenPerplexity(TokenLoss):
+    """The exponential of the mean loss per target token, from the losses that a model returns and not from logits."""
 
     def compute(self) -> Tensor:
         """The perplexity, float32."""
