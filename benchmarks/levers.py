@@ -9,7 +9,6 @@ import argparse
 import platform
 import statistics
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -248,26 +248,25 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive: dict[int, int] = {}
-        self.bytes = self.peak = 0
+        self.alive: dict[int, StorageWeakRef] = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor) and not func.is_view and type(value) is Tensor:
-                self._add(value.untyped_storage())
+                storage = value.untyped_storage()
+                self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
+        self.peak = max(self.peak, sum(self._bytes()))
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.alive:
-            self.alive[key] = storage.nbytes()
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._remove, key)
-
-    def _remove(self, key: int) -> None:
-        self.bytes -= self.alive.pop(key)
+    def _bytes(self) -> Iterator[int]:
+        """Sizes of now: FSDP2 empties storages, and keeps them."""
+        for key, ref in list(self.alive.items()):
+            if ref.expired():
+                del self.alive[key]
+            else:
+                yield torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
 
 
 if __name__ == "__main__":
