@@ -3,6 +3,8 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH ?=
+MOMENTS ?= 50
+SEED ?= $(shell date +%s)
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -16,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long lint format bench quickstart clean
+.PHONY: help venv test test-gpu test-long faults lint format bench quickstart clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +38,8 @@ test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
 
 test-long: $(STAMP) ## run the tests that take minutes, such as a resume from every layout in every other
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+faults: $(STAMP) ## kill ranks at 50 random moments; MOMENTS=100 for more, SEED=7 repeats a printed one
+	FAULT_MOMENTS=$(MOMENTS) FAULT_SEED=$(SEED) $(BIN)/python -m pytest tests/faults -s $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_work
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -74,21 +74,32 @@ def bring_own_precision(strategy: type, choose: Callable[[str, Precision | None]
     _AcceleratorConnector._check_and_init_precision = check_and_init_precision  # type: ignore[method-assign]
 
 
-def remember_checkpoint_paths() -> None:
+def choose_checkpoint_paths(strategy: type, find_last: Callable[[Trainer, Any], Any]) -> None:
     """Makes every trainer keep which checkpoint its present call starts from; see :func:`checkpoint_path_of`.
 
     Trainer keeps it in a local variable until after ``configure_model``, which wants to know whether weights that it
-    would read from elsewhere are about to be overwritten.
+    would read from elsewhere are about to be overwritten. What "last" means is fixed in the same private method.
+
+    Args:
+        strategy: subclasses count.
+        find_last: from a trainer with that strategy and what Lightning found, what ``ckpt_path="last"`` means.
     """
     original = _CheckpointConnector._select_ckpt_path
 
-    def select(self: _CheckpointConnector, *args: Any, **kwargs: Any) -> Any:
-        path = original(self, *args, **kwargs)
+    def select(self: _CheckpointConnector, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        path = original(self, state_fn, ckpt_path, *args, **kwargs)
+        if ckpt_path == "last" and isinstance(self.trainer.strategy, strategy):
+            path = find_last(self.trainer, path)
         vars(self)[_SELECTED_PATH] = path
         return path
 
     if not hasattr(original, "__wrapped__"):
         _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
+
+
+def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> Any:
+    """Where ``callback`` saves; before the run has begun, only a private method knows it if the user gave no place."""
+    return callback.dirpath or callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
 
 
 def checkpoint_path_of(trainer: Trainer) -> Any:

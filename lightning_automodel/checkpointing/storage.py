@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -81,6 +82,10 @@ class Location:
     def size(self) -> int:
         """In bytes."""
         return int(self.files.size(self.path))
+
+    def modified(self) -> datetime:
+        """When a file was written last; follows links."""
+        return self.files.modified(os.path.realpath(self.path) if self.is_local else self.path)
 
     def names(self) -> list[str]:
         """What a folder holds."""

@@ -2,10 +2,11 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel._compat.lightning import bring_own_precision, remember_checkpoint_paths
+from lightning_automodel._compat.lightning import bring_own_precision, choose_checkpoint_paths
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.ddp import DDPStrategy
 from lightning_automodel.strategies.fsdp2_tp import FSDP2TPStrategy
+from lightning_automodel.strategies.last import find_last
 from lightning_automodel.strategies.megatron_fsdp import MegatronFSDPStrategy
 from lightning_automodel.strategies.precision import choose_precision
 
@@ -14,4 +15,4 @@ for _strategy in (FSDP2TPStrategy, DDPStrategy, MegatronFSDPStrategy):
 bring_own_precision(SharedHooks, choose_precision)
 
 __all__ = ["DDPStrategy", "FSDP2TPStrategy", "MegatronFSDPStrategy"]
-remember_checkpoint_paths()
+choose_checkpoint_paths(SharedHooks, find_last)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
@@ -147,6 +148,7 @@ class Pool:
         *args: Any,
         timeout: float = 60.0,
         grace: float = GRACE_SECONDS,
+        disturb: Callable[[list[int]], None] | None = None,
         trainer: bool = False,
         with_directory: bool = False,
         **kwargs: Any,
@@ -158,6 +160,7 @@ class Pool:
             args: pickled; every rank gets a copy.
             timeout: seconds for the call; the imports before the first one do not count.
             grace: seconds that the other ranks have to answer or fail by themselves, once one has failed.
+            disturb: called meanwhile, in a thread, with the process ids of the ranks; the call waits for its end.
             trainer: do not initialize torch.distributed; look like a process that torchrun started.
             with_directory: pass `directory=`, an empty `Path` that the ranks of this call share.
             kwargs: pickled as well.
@@ -181,12 +184,15 @@ class Pool:
                 trainer=trainer,
             )
             call.payload().write_bytes(pickle.dumps((function, args, kwargs)))
-            return self._run(call, timeout, grace)
+            return self._run(call, timeout, grace, disturb)
         finally:
             shutil.rmtree(directory)
 
-    def _run(self, call: Call, timeout: float, grace: float) -> list[Any]:
+    def _run(self, call: Call, timeout: float, grace: float, disturb: Callable[[list[int]], None] | None) -> list[Any]:
         pids, connections = self.nursery.fork(call)
+        disturbance = threading.Thread(target=disturb, args=(pids,)) if disturb else None
+        if disturbance is not None:
+            disturbance.start()
         results: dict[int, Any] = {}
         failures: dict[int, str | None] = {}
         try:
@@ -194,6 +200,8 @@ class Pool:
             late = not failures and len(results) < call.world_size
             stacks = read_stacks(call, finished=results.keys()) if late else {}
         finally:
+            if disturbance is not None:
+                disturbance.join()
             statuses = self.nursery.end(pids)
             for connection in connections:
                 connection.close()

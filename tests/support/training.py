@@ -109,11 +109,13 @@ def batches(data_size: int, count: int = ROWS, **arguments: Any) -> DataLoader:
 
 
 def make_trainer(strategy: Strategy | dict[str, Any] | str, **arguments: Any) -> L.Trainer:
-    """A quiet trainer on all ranks of the pool; ``strategy`` may be the arguments of ours."""
+    """A quiet trainer on all ranks of the pool, or of torchrun; ``strategy`` may be the arguments of ours."""
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return L.Trainer(
         accelerator="cpu",
-        devices=world_size(),
+        devices=local,
+        num_nodes=world_size() // local,
         strategy=FSDP2TPStrategy(**strategy) if isinstance(strategy, dict) else strategy,
         **{**dict.fromkeys(quiet, False), "num_sanity_val_steps": 0, **arguments},
     )

@@ -1,0 +1,83 @@
+"""SIGKILL at random moments of training and saving costs the steps after the last complete checkpoint, and no more.
+
+``make faults`` runs 50 moments with a new seed; ``FAULT_SEED`` repeats one.
+"""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_automodel.strategies.last import find_last
+from tests.faults.chains import STEPS, Chain, Story, random_kill, train
+from tests.harness.pool import Pool
+from tests.support.training import make_trainer
+
+MOMENTS = int(os.environ.get("FAULT_MOMENTS", "4"))
+SEED = int(os.environ.get("FAULT_SEED", "0"))
+LAYOUTS: list[dict[str, Any]] = [
+    {"async_save": True},
+    {"tp": 2},
+    {"tp": 2, "async_save": True},
+    {"save_distributed_checkpoint": False},
+    {},
+]
+KILLS_PER_CHAIN = 5
+
+
+@pytest.mark.timeout(60 + 20 * MOMENTS)
+def test_kills_at_random_moments(pool2: Pool, tmp_path: Path) -> None:
+    generator = random.Random(SEED)
+    print(f"\nFAULT_SEED={SEED} FAULT_MOMENTS={MOMENTS}")
+    kills = 0
+    for number in range(-(-MOMENTS // KILLS_PER_CHAIN)):
+        arguments = LAYOUTS[number % len(LAYOUTS)]
+        whole = reference(pool2, arguments, tmp_path / f"whole {number}")
+        chain = Chain(pool2, arguments, tmp_path / str(number), whole.losses)
+        chain.directory.mkdir()
+        for _ in range(min(KILLS_PER_CHAIN, MOMENTS - kills)):
+            kill = random_kill(generator, whole.seconds / KILLS_PER_CHAIN, 2)
+            story = chain.run(kill)
+            chain.log[-1] += f"; killed {kill.victims} after {kill.seconds:.3f} s"
+            kills += not story.ended
+        last = chain.run()
+        assert last.ended
+        assert last.start == STEPS or max(last.losses) == STEPS - 1
+        print(f"{arguments}:", *chain.log, sep="\n    ")
+    print(f"{kills} kills")
+    assert kills >= 0.8 * MOMENTS
+
+
+def test_last_is_the_newest_that_is_complete(tmp_path: Path) -> None:
+    """A link that leads nowhere, a folder without its last file, weights only, and then nothing at all."""
+    for step in (1, 2, 3):
+        (tmp_path / f"step={step}.ckpt").mkdir()
+        if step < 3:
+            (tmp_path / f"step={step}.ckpt" / "meta.pt").touch()
+            os.utime(tmp_path / f"step={step}.ckpt" / "meta.pt", (step, step))
+    (tmp_path / "last.ckpt").symlink_to("step=3.ckpt")
+    for save_last, save_weights_only, expected in (
+        ("link", False, "step=2.ckpt"),
+        (None, False, "last.ckpt"),
+        ("link", True, "last.ckpt"),
+    ):
+        saver = ModelCheckpoint(tmp_path, save_last=save_last, save_weights_only=save_weights_only)
+        trainer = make_trainer({}, callbacks=[saver], enable_checkpointing=True)
+        assert find_last(trainer, str(tmp_path / "last.ckpt")) == str(tmp_path / expected)
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
+    trainer = make_trainer({}, callbacks=[ModelCheckpoint(tmp_path, save_last="link")], enable_checkpointing=True)
+    assert find_last(trainer, str(tmp_path / "last.ckpt")) == str(tmp_path / "last.ckpt")
+    trainer = make_trainer({}, callbacks=[ModelCheckpoint(tmp_path / "new", save_last=True)], enable_checkpointing=True)
+    assert find_last(trainer, None) is None
+
+
+def reference(pool: Pool, arguments: dict[str, Any], directory: Path) -> Story:
+    directory.mkdir()
+    pool.run(train, arguments, directory / "saved", directory / "journal", trainer=True)
+    story = Story.read(directory / "journal")
+    assert sorted(story.losses) == list(range(STEPS))
+    return story
