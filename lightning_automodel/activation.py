@@ -33,6 +33,10 @@ def check_checkpointing(mode: Mode, scope: Scope, offload: bool) -> None:
     Raises:
         ValueError: for a mode, scope or operation that does not exist, or for a field that would do nothing.
     """
+    if not isinstance(mode, bool | str | Sequence):
+        raise ValueError(
+            f"activation_checkpointing={mode!r}: use True, False, {', '.join(MODES)}, or a list of operations"
+        )
     if isinstance(mode, str) and mode not in MODES:
         raise ValueError(
             f"activation_checkpointing={mode!r} is not one of {', '.join(MODES)}, True or False; to choose what is "

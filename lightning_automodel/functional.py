@@ -15,7 +15,7 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.offloading import offload_policy_for
 from lightning_automodel.plans.selection import Rules
-from lightning_automodel.registry import get_parallelization_strategy
+from lightning_automodel.registry import run_strategy
 from lightning_automodel.sharding import find_float32, reshard, set_prefetch, shard_unit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -70,7 +70,7 @@ def fsdp2_strategy_parallelize(
         ValueError: if the mesh lacks an axis, ``tp`` does not fit the model, it has no plan, or a switch is not
             available.
     """
-    return get_parallelization_strategy(model).parallelize(
+    return run_strategy(
         model,
         device_mesh,
         mp_policy,

@@ -34,6 +34,7 @@ from lightning_automodel.registry import (
     ParallelizationStrategy,
     get_parallelization_strategy,
     register_parallel_strategy,
+    run_strategy,
 )
 
 __all__ = [
@@ -92,7 +93,7 @@ def parallelize(
     config, names = config or FSDP2Config(), axis_names or AxisNames()
     switches = config.to_dict()
     policy = resolve_mp_policy(switches.pop("mp_policy")) or mp_policy or MixedPrecisionPolicy()
-    return get_parallelization_strategy(model).parallelize(
+    return run_strategy(
         model,
         mesh,
         mp_policy=policy,

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from typing_extensions import override
 
 from lightning_automodel.blocks import class_names
-from lightning_automodel.config import FSDP2Config
+from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, AxisNames
 from lightning_automodel.plans.selection import Rules
 from lightning_automodel.stages import apply_stages
@@ -82,8 +82,9 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
             tp_plan=tp_shard_plan,
             **kwargs,
         )
+        policy = resolve_mp_policy(mp_policy)
         names = AxisNames(dp_replicate=dp_replicate_mesh_name, dp_shard_cp=dp_shard_cp_mesh_name, tp=tp_mesh_name)
-        return apply_stages(model, device_mesh, config, mp_policy or MP_POLICY, param_dtype, names)
+        return apply_stages(model, device_mesh, config, policy or MP_POLICY, param_dtype, names)
 
 
 PARALLELIZATION_STRATEGIES: dict[str, ParallelizationStrategy] = {
@@ -128,8 +129,33 @@ def register_parallel_strategy(arg: Any = None, *, name: str | None = None) -> A
     return _register(name) if arg is None else _register(name)(arg)
 
 
+def run_strategy(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Makes ``model`` parallel as the strategy that is registered for its class does it, with its arguments.
+
+    Raises:
+        ValueError: if the strategy returns something else than the model.
+    """
+    strategy = get_parallelization_strategy(model)
+    found = strategy.parallelize(model, *args, **kwargs)
+    if found is not model:
+        raise ValueError(
+            f"{type(strategy).__name__}.parallelize returned {_short(found)} for a {class_names(model)[0]}; it must "
+            "change the model in place and return it, as super().parallelize(...) does"
+        )
+    return found
+
+
+def _short(value: Any) -> str:
+    return "None" if value is None else f"another {type(value).__name__}"
+
+
 def _register(name: str | None) -> Callable[[Any], Any]:
     def register(arg: Any) -> Any:
+        if isinstance(arg, str):
+            raise ValueError(
+                f"register_parallel_strategy({arg!r}): the name of a model's class is given as name={arg!r}, before "
+                "the strategy: @register_parallel_strategy(name=...)"
+            )
         strategy = arg() if isinstance(arg, type) and issubclass(arg, ParallelizationStrategy) else arg
         if not isinstance(strategy, ParallelizationStrategy):
             raise ValueError(f"{arg!r} is not a ParallelizationStrategy; derive it from that class")

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel.activation import apply_activation_checkpointing
@@ -35,6 +36,9 @@ def apply_stages(
     """
     tp_mesh, fsdp_mesh = find_axes(mesh, axis_names)
     tp = tp_mesh.size()
+    _check_whole(model)
+    if tp == 1:
+        _warn_of_ignored(config)
     if tp > 1:
         plan = select_plan(model, config.tp_plan)
         layout = derive_layout(model, plan, tp, config.sequence_parallel and isinstance(model, PreTrainedModel))
@@ -51,6 +55,21 @@ def apply_stages(
     apply_levers(model, config, tp_mesh.device_type)
     apply_fsdp2(model, fsdp_mesh, config, mp_policy)
     return model
+
+
+def _check_whole(model: nn.Module) -> None:
+    done = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if done is not None:
+        raise ValueError(
+            f"{class_names(model)[0]} was made parallel already ({done} is a DTensor); make a model parallel once, or "
+            "build it again"
+        )
+
+
+def _warn_of_ignored(config: FSDP2Config) -> None:
+    given = [n for n, on in (("tp_plan", config.tp_plan), ("sequence_parallel", config.sequence_parallel)) if on]
+    if given:
+        warn_once(f"{' and '.join(given)} of FSDP2Config: without effect, because tp=1 splits no layer")
 
 
 def _check_sequence_parallel(model: nn.Module, config: FSDP2Config, layout: Layout) -> None:

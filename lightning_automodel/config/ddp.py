@@ -8,7 +8,7 @@ import torch
 
 from lightning_automodel.activation import check_checkpointing
 from lightning_automodel.autocasting import check_autocast
-from lightning_automodel.config.values import check_compile, check_loss, resolve_dtype
+from lightning_automodel.config.values import check_compile, check_loss, check_switches, resolve_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class DDPConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
+        check_switches(self)
         check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive; None is torch's default")

@@ -14,6 +14,9 @@ from lightning_automodel.autocasting import check_autocast
 from lightning_automodel.config.values import (
     check_compile,
     check_loss,
+    check_resharding,
+    check_switches,
+    check_tp_plan,
     resolve_dtype,
     resolve_mp_policy,
     resolve_offload_policy,
@@ -105,6 +108,9 @@ class FSDP2Config:
     loss_kernel: str = "torch"
 
     def __post_init__(self) -> None:
+        check_switches(self)
+        check_tp_plan(self.tp_plan)
+        check_resharding(self.reshard_after_forward)
         check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
             if getattr(self, name) < 1:

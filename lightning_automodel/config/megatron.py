@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_automodel.activation import check_checkpointing
-from lightning_automodel.config.values import check_compile, check_loss
+from lightning_automodel.config.values import check_compile, check_loss, check_switches, check_tp_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,8 @@ class MegatronFSDPConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
+        check_switches(self)
+        check_tp_plan(self.tp_plan)
         check_checkpointing(self.activation_checkpointing, "all", False)
         check_loss(self.chunked_loss, self.loss_kernel)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)

@@ -6,8 +6,43 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_automodel.kernels import LOSS_KERNELS
+
+
+def check_switches(config: Any) -> None:
+    """Refuses what is neither ``True`` nor ``False`` in the fields of a config that are on or off: "no" would be on."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is bool and not isinstance(value, bool):
+            raise ValueError(f"{field.name}={value!r} is neither on nor off; use True or False")
+
+
+def check_tp_plan(plan: Any) -> None:
+    """Refuses what cannot be a plan; its rules are checked with the model."""
+    if plan is not None and not isinstance(plan, str | Mapping):
+        raise ValueError(
+            f"tp_plan={plan!r} is a {type(plan).__name__}; use a dict of name pattern to style, such as "
+            '{"model.layers.*.mlp.up_proj": "colwise"}, or the import path of one'
+        )
+    for rule, style in plan.items() if isinstance(plan, Mapping) else ():
+        if not isinstance(rule, str) or not isinstance(style, str | ParallelStyle):
+            kind = style if isinstance(style, type) else type(style)
+            instance = f": {kind.__name__}()" if issubclass(kind, ParallelStyle) else ""
+            raise ValueError(
+                f"tp_plan={{{rule!r}: {style!r}}}: a rule is a name pattern and a style, which is a name such as "
+                f"'colwise', or an instance of torch's ParallelStyle{instance}"
+            )
+
+
+def check_resharding(reshard: Any) -> None:
+    """Refuses what FSDP2 does not take."""
+    if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
+        raise ValueError(
+            f"reshard_after_forward={reshard!r}: use True or False, a number of ranks that keep a copy of the "
+            "parameters together, or None for all blocks but the last"
+        )
 
 
 def check_compile(enabled: bool, backend: str, dynamic: bool | None) -> None:
@@ -30,10 +65,15 @@ def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -
     """Turns the fields of a policy, with dtypes as names such as ``"bfloat16"``, into FSDP2's object.
 
     Raises:
-        ValueError: for a field or a dtype that does not exist.
+        ValueError: for what is no policy, and for a field or a dtype that does not exist.
     """
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy
+    if not isinstance(policy, Mapping):
+        raise ValueError(
+            f"mp_policy={policy!r} is no policy; use MixedPrecisionPolicy(param_dtype=torch.bfloat16), or its fields: "
+            '{"param_dtype": "bfloat16", "reduce_dtype": "float32"}'
+        )
     known = {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
     if unknown := set(policy) - known:
         raise ValueError(

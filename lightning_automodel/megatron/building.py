@@ -23,6 +23,7 @@ from lightning_automodel.compiling import apply_compile
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import cast_parameters
+from lightning_automodel.logs import warn_once
 from lightning_automodel.megatron.plain import make_plain
 from lightning_automodel.plans import Layout, derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.selection import known_rules
@@ -66,6 +67,8 @@ def split(model: nn.Module, tp_mesh: DeviceMesh, config: MegatronFSDPConfig) -> 
         ValueError: if tp does not fit the model, or it has no plan.
     """
     layout: Layout | None = None
+    if tp_mesh.size() == 1 and config.tp_plan:
+        warn_once("tp_plan of MegatronFSDPConfig: without effect, because tp=1 splits no layer")
     if tp_mesh.size() > 1:
         is_layer = not isinstance(model, PreTrainedModel) and not known_rules(model)
         rules = {name: "replicate" for name, _ in model.named_parameters()} if is_layer else config.tp_plan

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_automodel.blocks import class_names
+from lightning_automodel.config.values import check_tp_plan
 from lightning_automodel.imports import import_class_from_path
 from lightning_automodel.logs import log_once, warn_once
 from lightning_automodel.plans.additions import ADDITIONS
@@ -94,6 +95,7 @@ def _resolve(custom: Rules | str | None, model: nn.Module) -> Rules:
         found = found(model) if inspect.signature(found).parameters else found()
     if not isinstance(found, Mapping):
         raise ValueError(f"tp_plan={custom!r} gives a {type(found).__name__}; it must be a dict of name to style")
+    check_tp_plan(found)
     return found
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.distributed.tensor.placement_types import Placement
+from transformers import PreTrainedModel
 
 from lightning_automodel.plans.published import published_plan
 from lightning_automodel.styles import STYLES
@@ -65,7 +66,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """
     plan = published_plan(model)
     if not plan:
-        raise ValueError(f"{type(model).__name__} publishes no tensor-parallel plan (_tp_plan, tp_plan)")
+        raise ValueError(_without_plan(model))
     lacking = {rule: style for rule, style in plan.items() if style not in TORCH_STYLES}
     if lacking:
         raise ValueError(
@@ -73,6 +74,17 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             "applies it with styles of its own"
         )
     return {rule: translate_to_torch_parallel_style(style) for rule, style in plan.items()}
+
+
+def _without_plan(model: nn.Module) -> str:
+    name = type(model).__name__
+    inside = next((n for n, m in model.named_modules() if n and isinstance(m, PreTrainedModel)), None)
+    if inside is not None and not isinstance(model, PreTrainedModel):
+        return f"{name} is no Hugging Face model, but holds one; pass that: get_hf_tp_shard_plan(model.{inside})"
+    return (
+        f"{name} publishes no tensor-parallel plan (_tp_plan, tp_plan); write one, and give it to "
+        "fsdp2_strategy_parallelize(tp_shard_plan=...)"
+    )
 
 
 def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool) -> str:

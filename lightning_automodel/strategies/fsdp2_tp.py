@@ -118,7 +118,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             yield
 
     def _parallelize(self, module: nn.Module) -> None:
-        precision, config = self.precision_plugin, _config_for(module, self.config)
+        precision, config = self.precision_plugin, _config_for(module, self.config, self.sizes.tp)
         parallelize(module, self.device_mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
 
     @override
@@ -197,11 +197,12 @@ def _has_plan(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) or bool(known_rules(module))
 
 
-def _config_for(module: nn.Module, config: FSDP2Config) -> FSDP2Config:
+def _config_for(module: nn.Module, config: FSDP2Config, tp: int) -> FSDP2Config:
     """A layer beside the models is whole on every rank of the tp axis, and has no blocks to work on."""
     if _has_plan(module):
         return config
-    config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
+    if tp > 1:
+        config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
     return config if find_blocks(module) else config.without_blocks()
 
 
