@@ -123,6 +123,11 @@ EXTRA: Mapping[str, Column] = {
         run=Run(sizes=_MESH, schedule=LONG, changes={"num_hidden_layers": 4}),
         families=lambda: list(HYBRIDS),
     ),
+    "experts": Column(
+        title="experts beside the dense layers (enable_moe_block): dp_shard=2 x tp=2",
+        run=Run(sizes=_MESH, schedule=LONG, changes={"enable_moe_block": True, "top_k_experts": 2}),
+        families=lambda: ["gemma4", "gemma4_text"],
+    ),
     "router": Column(
         title="auxiliary losses of routers, with coefficient 1: dp_shard=2 x tp=2",
         run=Run(sizes=_MESH, schedule=LONG, changes=_ROUTER),

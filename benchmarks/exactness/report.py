@@ -111,8 +111,10 @@ def _remarks(family: Family, columns: Mapping[str, Column]) -> str:
     remarks = [*_rounding(family, columns)]
     for key, column in columns.items():
         cell = family.cells.get(key)
-        if cell is not None and (cell.note or not cell.exact):
-            remarks.append(f"{column.title}: {cell.note or cell.failure or f'{cell.error:.0e} {cell.where}'}")
+        if cell is not None and cell.note:
+            remarks.append(f"{column.title}: {cell.note}")
+        elif cell is not None and not cell.exact:
+            remarks.append(f"{column.title}: {cell.failure or f'{cell.error:.0e} {cell.where}'}")
     if len(columns) > 1 and family.reason and not family.images and "takes pixels" not in family.reason:
         remarks.append(f"text only ({family.reason})")
     return _text("; ".join(remarks))

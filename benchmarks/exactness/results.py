@@ -18,7 +18,7 @@ class Cell:
         where: what has it.
         failure: why it failed.
         fine_error: the error in float64; ``None``: was not needed.
-        note: under which condition this holds.
+        note: under which condition this holds, or what the run left undone.
         seconds: wall time; comparisons that share a call share its time.
     """
 

@@ -47,7 +47,7 @@ class Runner:
         start = time.monotonic()
         outcomes = self._call(name, columns, inputs, world)
         seconds = (time.monotonic() - start) / len(columns)
-        cells = {key: Cell(o.error, o.where, o.failure, seconds=seconds) for key, o in outcomes.items()}
+        cells = {key: Cell(o.error, o.where, o.failure, note=o.note, seconds=seconds) for key, o in outcomes.items()}
         if inputs.images and not inputs.images_needed:
             for key, cell in cells.items():
                 if cell.failure:

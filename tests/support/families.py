@@ -81,9 +81,17 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """The family's config with every size of :data:`~tests.support.sizes.SMALL` that it has, sub-configs included."""
     config_class = CONFIG_MAPPING[family]
     if not config_class.sub_configs:
-        values = {**_known(config_class, SMALL), **SPECIAL.get(family, {}), **_known(config_class, changes)}
-        return config_class(**values)
+        special = _for_layers(SPECIAL.get(family, {}), changes.get("num_hidden_layers"))
+        return config_class(**{**_known(config_class, SMALL), **special, **_known(config_class, changes)})
     return _tiny_composite(config_class(), SMALL, changes)
+
+
+def _for_layers(special: dict[str, Any], count: int | None) -> dict[str, Any]:
+    """What is listed per layer, for another number of layers: the same kinds in turn."""
+    if count is None:
+        return special
+    listed = {name: values for name, values in special.items() if name.endswith("layer_types")}
+    return {**special, **{name: [values[i % len(values)] for i in range(count)] for name, values in listed.items()}}
 
 
 def _tiny_composite(default: PreTrainedConfig, sizes: dict[str, Any], changes: dict[str, Any]) -> PreTrainedConfig:

@@ -2,6 +2,7 @@
 
 import inspect
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,8 @@ from tests.support.float64 import in_float64
 from tests.support.images import Inputs, find_inputs
 from tests.support.initialization import initial_difference
 from tests.support.ragged import ragged
+
+NO_EFFECT = "sequence_parallel=True has no effect"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +59,13 @@ class Outcome:
         error: the largest relative error; ``inf`` where the run failed.
         where: what has it.
         failure: the error that ended the run.
+        note: what the run said that it leaves undone.
     """
 
     error: float
     where: str = ""
     failure: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +107,16 @@ def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double:
     """
     outcomes = {}
     for name, run in runs.items():
+        note = ""
         try:
             if run is None:
                 error, where = initial_difference(family)
             else:
-                error, where = differences(family, run, inputs, double).largest
-            outcomes[name] = Outcome(error=error, where=where)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    error, where = differences(family, run, inputs, double).largest
+                note = next((str(w.message) for w in caught if NO_EFFECT in str(w.message)), "")
+            outcomes[name] = Outcome(error=error, where=where, note=note)
         except Exception as failure:
             outcomes[name] = Outcome(error=float("inf"), failure=_describe(failure))
     return outcomes
