@@ -17,13 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.shards import local_tensor
 from tests.harness.pool import Nursery, Pool
 from tests.levers.collectives import Collectives
 
@@ -224,7 +226,7 @@ def measure(layout: str, lever: Lever) -> dict[str, float]:
         times.append(time.perf_counter() - before)
     with Collectives(groups) as collectives:
         step(model, lever)
-    with Peak() as memory:
+    with Peak(model) as memory:
         step(model, lever)
     return {
         "seconds": statistics.median(times[WARM:]),
@@ -244,24 +246,28 @@ def step(model: Any, lever: Lever) -> None:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of tensors that are alive at a time and were made inside of this mode."""
+    """The most bytes of tensors that are alive at a time inside of this mode, without what a rank stores of ``model``.
 
-    def __init__(self) -> None:
+    Memory that FSDP2 gathers into is from an earlier step: it is emptied and filled again, so sizes are those of now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.stored = {local_tensor(p).untyped_storage()._cdata for p in model.parameters()}
         self.alive: dict[int, StorageWeakRef] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor) and not func.is_view and type(value) is Tensor:
+        for value in tree_leaves((args, kwargs, result)):
+            if type(value) is Tensor:
                 storage = value.untyped_storage()
-                self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
+                if storage._cdata not in self.stored:
+                    self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
         self.peak = max(self.peak, sum(self._bytes()))
         return result
 
     def _bytes(self) -> Iterator[int]:
-        """Sizes of now: FSDP2 empties storages, and keeps them."""
         for key, ref in list(self.alive.items()):
             if ref.expired():
                 del self.alive[key]

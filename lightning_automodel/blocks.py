@@ -1,5 +1,6 @@
 """Finds the structure of a model: its repeated blocks and the modules above them, without a list of classes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+LARGE = 2**25
+"""Elements from which on a matrix outside of blocks is worth a gather of its own: 64 MiB in bfloat16."""
 KEY_VALUE_PROJECTIONS = ("k_proj", "v_proj")
 
 
@@ -41,6 +44,27 @@ def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
         for name, block in blocks.items()
         if name not in sharing and name not in skippable and not hasattr(block, "backward_pass")
     }
+
+
+def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The embedding and the head of a language model with a large vocabulary, each by its name; or nothing.
+
+    Only where they are two matrices: then no other module reads their weights.
+    """
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if not isinstance(model, PreTrainedModel) or not isinstance(head, nn.Linear):
+        return {}, {}
+    readers = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    names = {id(module): name for name, module in model.named_modules()}
+    found: list[dict[str, nn.Module]] = [
+        {names[id(end)]: end}
+        for end in (model.get_input_embeddings(), head)
+        if isinstance(end, nn.Embedding | nn.Linear)
+        and id(end) in names
+        and end.weight.numel() >= LARGE
+        and readers[id(end.weight)] == 1
+    ]
+    return (found[0], found[1]) if len(found) == 2 else ({}, {})
 
 
 def _only_attends_to_images(block: nn.Module) -> bool:

@@ -134,7 +134,7 @@ def apply_fsdp2_sharding_recursively(
             shard_unit(member, list(member.parameters()), mesh, mp_policy, in_float32, after, offload)
     if enable_fsdp2_prefetch:
         units = [member for member, _ in members if isinstance(member, FSDPModule)]
-        set_prefetch(units, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
+        set_prefetch(units, units, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
 
 
 def _members(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

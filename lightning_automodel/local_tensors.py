@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel.blocks import find_blocks, outermost
+from lightning_automodel.blocks import find_blocks, find_large_ends, outermost
 from lightning_automodel.calls import Context, keep_for_recomputation
 from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.sequence_parallel import Stream
@@ -43,10 +43,11 @@ def install_local_tensors(
 
     Per unit and not per module, because some parents read a child's weight without calling it.
     """
-    blocks = find_blocks(model)
-    units: dict[str, list[_LocalTensor]] = {name: [] for name in ("", *blocks)}
+    first, last = find_large_ends(model)
+    own = [*find_blocks(model), *first, *last]
+    units: dict[str, list[_LocalTensor]] = {name: [] for name in ("", *own)}
     for module_name, module in model.named_modules():
-        unit = outermost(list(blocks), module_name) or ""
+        unit = outermost(own, module_name) or ""
         for name in module._parameters:
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:

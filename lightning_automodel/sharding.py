@@ -1,4 +1,8 @@
-"""Shards a model over the data ranks with FSDP2: one unit per block, one for the rest, gathered ahead of their use."""
+"""Shards a model over the data ranks with FSDP2: a unit per block, one for the rest, gathered ahead of their use.
+
+The rest is what stands outside of blocks: embedding, final norm, head. It is whole from the beginning of the forward
+pass to the end of the backward pass, so embedding and head of a large vocabulary are units of their own.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +14,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
 from lightning_automodel.autocasting import widen_stream
-from lightning_automodel.blocks import find_independent_blocks, find_towers, is_kept_in_float32, last_blocks, outermost
+from lightning_automodel.blocks import (
+    find_independent_blocks,
+    find_large_ends,
+    find_towers,
+    is_kept_in_float32,
+    last_blocks,
+    outermost,
+)
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.offloading import offload_policy_for
 
@@ -35,20 +46,28 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     inside = policy_of_blocks(model, config, mp_policy)
     last = last_blocks(model, blocks)
     in_float32 = find_float32(model)
-    for name, block in blocks.items():
+    embedding, head = find_large_ends(model)
+    units = {**embedding, **blocks, **head}
+    for name, block in units.items():
         reshard = config.reshard_after_forward
         if reshard is None:
-            reshard = name not in last  # the backward pass begins with the last block: do not free it in between
+            reshard = (
+                name not in last | head.keys()
+            )  # the backward pass begins with the last block: do not free it in between
         shard_unit(block, list(block.parameters()), mesh, inside, in_float32, reshard, offload)
-    in_blocks = {p for block in blocks.values() for p in block.parameters()}
-    rest = [p for p in model.parameters() if p not in in_blocks | replicated]
+    in_units = {p for unit in units.values() for p in unit.parameters()}
+    rest = [p for p in model.parameters() if p not in in_units | replicated]
     shard_unit(model, rest, mesh, mp_policy, in_float32, None, offload, replicated)
     if towers:
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.
         reduce_unused_parameters(model)
+    for end in embedding.values():
+        assert isinstance(end, FSDPModule)
+        end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
     if config.enable_fsdp2_prefetch:
-        set_prefetch(list(blocks.values()), config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+        depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
+        set_prefetch(list(units.values()), list(blocks.values()), *depths)
 
 
 def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -141,14 +160,18 @@ class _FrozenCheck:
             )
 
 
-def set_prefetch(blocks: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
-    """Each block asks for the next ``forward_depth`` blocks in the forward pass, and for the ``backward_depth`` before
-    it in the backward pass, while it computes.
+def set_prefetch(
+    forward: Sequence[nn.Module], backward: Sequence[nn.Module], forward_depth: int, backward_depth: int
+) -> None:
+    """Each unit asks for the next ``forward_depth`` of ``forward`` in the forward pass, and for the ``backward_depth``
+    before it in ``backward`` in the backward pass, while it computes. Both are in the order of the forward pass.
     """
-    for i, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule)
-        block.set_modules_to_forward_prefetch(_units(blocks[i + 1 : i + 1 + forward_depth]))
-        block.set_modules_to_backward_prefetch(_units(blocks[max(0, i - backward_depth) : i][::-1]))
+    for i, unit in enumerate(forward):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(_units(forward[i + 1 : i + 1 + forward_depth]))
+    for i, unit in enumerate(backward):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_backward_prefetch(_units(backward[max(0, i - backward_depth) : i][::-1]))
 
 
 def fsdp_roots(module: nn.Module) -> list[FSDPModule]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,3 +81,9 @@ def different(make: Callable[[], nn.Module], other: Callable[[], nn.Module], ids
     one, two = gradients(make(), ids, steps=2), gradients(other(), ids, steps=2)
     assert one.keys() == two.keys()
     return [name for name, value in one.items() if not torch.equal(value, two[name])]
+
+
+def is_whole(unit: nn.Module) -> bool:
+    """Whether FSDP2 holds memory for the unit's whole parameters, copied there already or on the way."""
+    (group,) = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
+    return group.is_unsharded or group._all_gather_result is not None

@@ -4,15 +4,13 @@ from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.levers.collectives import Collectives
-from tests.levers.support import LENGTH, ROWS, token_ids
+from tests.levers.support import LENGTH, ROWS, is_whole, token_ids
 from tests.support.families import tiny_model
 
 STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
@@ -136,12 +134,6 @@ def gathered(fields: dict[str, Any]) -> dict[str, list[int]]:
         loss.backward()
     found["held"].append(sum(map(is_whole, layers)))
     return found
-
-
-def is_whole(block: nn.Module) -> bool:
-    """Whether FSDP2 holds memory for the block's whole parameters, copied there already or on the way."""
-    (group,) = fully_shard.state(block)._fsdp_param_groups  # type: ignore[attr-defined]
-    return group.is_unsharded or group._all_gather_result is not None
 
 
 # asked for in the forward pass, in the backward pass; whole as blocks 0 1 2 3 start, after the forward pass, as blocks
