@@ -9,6 +9,7 @@ The rules are those that were exact for every family (the letters are used in th
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from inspect import signature
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -20,6 +21,9 @@ from lightning_automodel.plans.heads import counts_of, head_counts, share
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
 from lightning_automodel.styles import HEADS, STYLES, Enter, Leave, Style, style_of
+
+RESIDUALS = ("residual", "residuals", "input_tensor", "shortcut", "skip")
+"""Arguments that a module adds to what it computes (bloom, mpt): inside of a boundary each rank would add them."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,11 @@ class _Structure:
         return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]
 
     def _is_closed(self, name: str) -> bool:
-        """No whole parameter below writes the residual width, so every contribution to the output is a partial sum."""
+        """No whole parameter below writes the residual width, and no argument is there to be added to the output, so
+        every contribution to it is a partial sum.
+        """
+        if any(argument in RESIDUALS for argument in signature(self.modules[name].forward).parameters):
+            return False
         for parameter_name, parameter in self.modules[name].named_parameters():
             if f"{name}.{parameter_name}" in self.parameter_styles or parameter.ndim == 0:
                 continue

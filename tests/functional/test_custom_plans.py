@@ -24,6 +24,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
 DECODER, PERSIMMON, MOSHI = "model.decoder.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp"
 FUSED = {f"{PERSIMMON}.query_key_value": "interleaved_colwise", f"{PERSIMMON}.dense": "rowwise"}
 GATED = {f"{MOSHI}.fc1": "packed_colwise", f"{MOSHI}.fc2": "rowwise"}
+ADDS = {"transformer.blocks.*.ffn.up_proj": "colwise", "transformer.blocks.*.ffn.down_proj": "rowwise"}
 ATTENTION = {**{f"{DECODER}.self_attn.{n}_proj": "colwise" for n in "qkv"}, f"{DECODER}.self_attn.out_proj": "rowwise"}
 
 
@@ -51,6 +52,7 @@ def errors() -> dict[str, tuple[float, str]]:
         **{name: (partial(tiny_model, name), plan) for name, plan in plans.items()},
         "fused": (partial(tiny_model, "persimmon"), FUSED),
         "gated": (partial(tiny_model, "moshi"), GATED),
+        "residual inside": (partial(tiny_model, "mpt"), ADDS),
     }
     return {
         name: compare(build, {"tp": 2}, 2, SCHEDULE, FSDP2Config(tp_plan=plan)).largest
