@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_automodel._compat import after_backward
+from lightning_automodel.blocks import class_names
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading import broadcast_weights, materialize
-from lightning_automodel.megatron.building import Dtypes, apply_levers, finish_split, split
+from lightning_automodel.megatron.building import Dtypes, apply_levers, finish_split, is_split, split
 from lightning_automodel.megatron.sharded import ShardedModules
 
 _SHARDED = "_sharded_by_megatron_fsdp"
@@ -28,6 +30,9 @@ def parallelize(
     optimizer: Optimizer | None,
 ) -> tuple[nn.Module, Optimizer | None]:
     """See :func:`~lightning_automodel.megatron.megatron_fsdp_strategy_parallelize`."""
+    if is_split(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        name = class_names(model)[0]
+        raise ValueError(f"{name} was made parallel already; make a model parallel once, or build it again")
     where = torch.device("cuda", torch.cuda.current_device()) if dp_mesh.device_type == "cuda" else torch.device("cpu")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     dtypes = Dtypes(

@@ -257,6 +257,8 @@ def deprecated() -> str:
     with pytest.warns(DeprecationWarning, match="megatron_fsdp_strategy_parallelize"):
         model, optimizer = nvfsdp_strategy_parallelize(build(), mesh, data_parallel_sharding_strategy="optim")
     assert optimizer is None
+    with pytest.raises(ValueError, match="LlamaForCausalLM was made parallel already"):
+        megatron_fsdp_strategy_parallelize(model, mesh)
     model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
     return type(next(model.parameters())).__name__
 
