@@ -39,8 +39,8 @@ test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
 test-long: $(STAMP) ## run the tests that take minutes, such as a resume from every layout in every other
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
-faults: $(STAMP) ## kill ranks at 50 random moments; MOMENTS=100 for more, SEED=7 repeats a printed one
-	FAULT_MOMENTS=$(MOMENTS) FAULT_SEED=$(SEED) $(BIN)/python -m pytest tests/faults -s $(PYTEST_ARGS)
+faults: $(STAMP) ## all that can go wrong, with 50 kills at random moments; MOMENTS=100, SEED=7 (it prints one)
+	FAULT_MOMENTS=$(MOMENTS) FAULT_SEED=$(SEED) $(BIN)/python -m pytest tests/faults -m "long or not long" -s $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check

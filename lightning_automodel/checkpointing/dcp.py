@@ -82,10 +82,24 @@ def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup
 
     Returns:
         sizes and checksums of the files that this rank wrote.
+
+    Raises:
+        RuntimeError: on every rank, with what went wrong on which.
     """
     writer = _Writer(folder)
-    dcp.save(dict(tree), storage_writer=writer, planner=_PieceWriter(), process_group=group)
+    with _ordinary_errors():
+        dcp.save(dict(tree), storage_writer=writer, planner=_PieceWriter(), process_group=group)
     return writer.sums
+
+
+@contextmanager
+def _ordinary_errors() -> Generator[None, None, None]:
+    """DCP's exception is no ``Exception``, so that threads and callers who handle errors would miss it."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise RuntimeError("; ".join(causes)) from error
 
 
 def list_tensors(folder: Location, weights_only: bool | None) -> Tree:
@@ -127,7 +141,8 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
         turn = {source: target for target, source in waiting}
         for folder in sorted({source.folder for source in turn}, key=str):
             wanted = {source.key: target for source, target in turn.items() if source.folder == folder}
-            dcp.load(wanted, storage_reader=_Reader(folder), planner=_PieceReader())
+            with _ordinary_errors():
+                dcp.load(wanted, storage_reader=_Reader(folder), planner=_PieceReader())
         waiting = [(target, source) for target, source in waiting if turn[source] is not target]
 
 
@@ -227,7 +242,7 @@ class _Files(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        with self._at(path).open(mode) as file:
+        with self._at(path).named_in_errors(), self._at(path).open(mode) as file:
             if mode == "rb":
                 yield file
                 return

@@ -84,7 +84,7 @@ def on_rank_zero(function: Callable[[], Any], group: ProcessGroup | None = None)
             result = function()
         except Exception as caught:
             error = caught
-    messages = [None if error is None else repr(error)]
+    messages = [None if error is None else f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(messages, src=0, group=group)
     if error is not None:
         raise error

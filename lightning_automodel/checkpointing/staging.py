@@ -3,7 +3,7 @@
 ::
 
     FOLDER/.incomplete/NAME.ckpt    while it is written; locked by the process that writes
-    FOLDER/NAME.ckpt                renamed when complete
+    FOLDER/NAME.ckpt                renamed when complete; what was there before takes the other name
 
 What a process that died has left in ``.incomplete`` is deleted by the next save into FOLDER: its lock is free.
 """
@@ -44,10 +44,23 @@ class Staging:
         """
         self._unlock()
         (self.folder / _LOCK).remove()
-        aside = _set_aside(self.target) if self.target.exists() else None
-        self.folder.move_to(self.target, last)
-        if aside is not None:
-            aside.remove()
+        if self.target.exists() and self.folder.swap(self.target):
+            self.folder.remove()
+        else:
+            aside = _set_aside(self.target) if self.target.exists() else None
+            self.folder.move_to(self.target, last)
+            if aside is not None:
+                aside.remove()
+        _remove_if_empty(self.folder.parent)
+
+    def publish_file(self, file: Location) -> None:
+        """Gives the name to a file in the folder, and deletes the rest. What had the name before is replaced."""
+        file.sync()
+        if self.target.is_folder() and not self.target.is_link():
+            remove_checkpoint(self.target)
+        file.replace(self.target)
+        self._unlock()
+        self.folder.remove()
         _remove_if_empty(self.folder.parent)
 
     def abandon(self) -> None:

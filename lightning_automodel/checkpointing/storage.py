@@ -1,7 +1,11 @@
 """Where checkpoints lie: a local path, or a URL of any file system that fsspec knows, behind one small class."""
 
+import ctypes
 import os
 import shutil
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -95,9 +99,19 @@ class Location:
         """A binary stream; ``mode`` is "rb" or "wb"."""
         return Path(self.path).open(mode) if self.is_local else self.files.open(self.path, mode)
 
+    @contextmanager
+    def named_in_errors(self) -> Generator[None, None, None]:
+        """Within this context an error of the disk names this file, which the system does not do for writes."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None or error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self)) from error
+
     def write(self, content: bytes) -> None:
         """Overwrites the file, and returns when it is on the disk."""
-        with self.open("wb") as file:
+        with self.named_in_errors(), self.open("wb") as file:
             file.write(content)
             if self.is_local:
                 file.flush()
@@ -130,6 +144,32 @@ class Location:
         for path in sorted(self._fresh.find(self.path), key=lambda path: PurePosixPath(path).name == last):
             self.files.cp_file(path, f"{target.path}{path.removeprefix(self.path)}")
         self.remove()
+
+    def replace(self, target: "Location") -> None:
+        """Gives a local file the name of ``target``, a file or link if it exists, in one step."""
+        Path(self.path).replace(target.path)
+        _sync_folder(Path(target.path).parent)
+
+    def sync(self) -> None:
+        """Returns when a local file is on the disk."""
+        with self.named_in_errors(), self.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def swap(self, other: "Location") -> bool:
+        """Exchanges two names in one step, between which neither is missing. Not all file systems can: returns whether
+        it was done.
+        """
+        if not self.is_local or _rename is None:
+            return False
+        paths = os.fsencode(self.path), os.fsencode(other.path)
+        if _rename(_HERE, paths[0], _HERE, paths[1], _EXCHANGE) != 0:
+            return False
+        _sync_folder(Path(other.path).parent)
+        return True
+
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <fcntl.h> and <linux/fs.h>
+_rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
 
 
 def _protocols(files: AbstractFileSystem) -> tuple[str, ...]:

@@ -308,7 +308,7 @@ class SharedHooks(OnMesh):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._background.wait()
-        path = Location.of(self.broadcast(checkpoint_path))
+        self._restoration.path = path = Location.of(self.broadcast(checkpoint_path))
         checkpoint = checkpoints.load(path, weights_only, self._trainer)
         choose_position(checkpoint, self.data_group.rank(), self.data_group.size())
         return checkpoint

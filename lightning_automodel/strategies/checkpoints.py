@@ -34,9 +34,14 @@ Checkpoint = dict[str, Any]
 
 
 class Restoration:
-    """Weights that wait for the end of ``setup``; afterwards they are restored at once."""
+    """Weights that wait for the end of ``setup``; afterwards they are restored at once.
+
+    Attributes:
+        path: of the checkpoint, for messages.
+    """
 
     def __init__(self) -> None:
+        self.path: Location | None = None
         self._waiting: Callable[[], None] | None = None
         self._is_set_up = False
 
@@ -47,17 +52,20 @@ class Restoration:
 
     def when_set_up(self, restore: Callable[[], None]) -> None:
         """Calls ``restore`` at the end of ``setup``, or now if that has been."""
+        self._waiting = restore
         if self._is_set_up:
-            restore()
-        else:
-            self._waiting = restore
+            self.end_setup()
 
     def end_setup(self) -> None:
         """All parameters lie where they stay."""
         self._is_set_up = True
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
+        restore, self._waiting = self._waiting, None
+        if restore is None:
+            return
+        try:
+            restore()
+        except ValueError as error:
+            raise ValueError(f"{self.path} cannot be loaded: {error}") from error
 
 
 def model_part(model: nn.Module, distributed: bool) -> Checkpoint:
@@ -98,7 +106,7 @@ def save_file(
     checkpoint = _complete(checkpoint, data_group)
 
     def write() -> None:
-        if path.is_folder():
+        if path.is_folder() and not path.is_local:
             remove_checkpoint(path)
         io.save_checkpoint(dict(checkpoint), str(path), options)
 

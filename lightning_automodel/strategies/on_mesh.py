@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_automodel.mesh import DP, DP_CP, TP, MeshSizes, axis, build_mesh
+from lightning_automodel.strategies.files import StagedCheckpointIO
 from lightning_automodel.strategies.peers import Peers
 from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
 from lightning_automodel.strategies.random_state import share_random_state
@@ -97,6 +99,21 @@ class OnMesh(ParallelStrategy):
     def teardown(self) -> None:
         self._peers.stop()
         super().teardown()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = StagedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if io is not None and hasattr(
+            io, "checkpoint_io"
+        ):  # such as AsyncCheckpointIO; ignored if it was given what it wraps
+            io.checkpoint_io = StagedCheckpointIO()
+        self._checkpoint_io = io
 
     # ---- precision and building --------------------------------------------------------------------------------------
 

@@ -120,6 +120,7 @@ class _Watch:
         self._address = address_of(store)
         self._places: list[dict[str, Any]] = []
         self._others = Others(waiting=self._ranks)
+        self._last_look = time.monotonic()
         self._last_word: dict[str, Any] = {}
         self._has_told = threading.Event()
         self._hurry, self._stop = threading.Event(), threading.Event()
@@ -148,7 +149,10 @@ class _Watch:
         end = time.monotonic() + self.silence + 2 * _BEAT
         while self._others.waiting and self._others.store_answers and time.monotonic() < end:
             time.sleep(0.1)
-        return self._others
+        known = self._others
+        if time.monotonic() - self._last_look > self.silence:
+            return Others(known.gone, known.failed, known.waiting, store_answers=False)
+        return known
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,7 @@ class _Watch:
     def _look(self, seen: dict[int, tuple[bytes, float]]) -> None:
         """``seen``: the last state of each rank, and since when it is that."""
         states = self._store.multi_get([f"state/{rank}" for rank in self._ranks])
-        now = time.monotonic()
+        self._last_look = now = time.monotonic()
         others = Others()
         for rank, state in zip(self._ranks, states, strict=True):
             if rank not in seen or seen[rank][0] != state:

@@ -8,27 +8,42 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.chains import Story
 from tests.harness.pool import ENVIRONMENT, ROOT
 
-RESTARTS = 3
 # Else the workers of all restarts share one store, and read addresses of dead ones in it (pytorch 135712).
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
+@dataclass(frozen=True)
+class Node:
+    """Where an agent runs: by default on this machine, beside all others.
+
+    Attributes:
+        address: its own.
+        prefix: what a command is run with.
+        interface: of the network.
+    """
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    interface: str = "lo"
+
+
 class Agent:
-    """One node of a run of two: ``torchrun`` with one worker.
+    """``torchrun`` on one of two nodes, with one worker.
 
     Args:
         directory: for checkpoints, journals and output.
         name: of the file with the output.
         endpoint: of the rendezvous.
-        host: whether it keeps the rendezvous.
+        node: where.
+        hosts: whether it keeps the rendezvous.
+        restarts: how often workers are started again.
         timeout: seconds, of collectives.
-        prefix: what the command is run with.
-        environment: for the agent and its worker.
     """
 
     def __init__(
@@ -36,24 +51,25 @@ class Agent:
         directory: Path,
         name: str,
         endpoint: str,
-        host: bool,
+        node: Node,
         *,
+        hosts: bool = False,
+        restarts: int = 3,
         timeout: float = 20,
-        prefix: list[str] | None = None,
-        environment: dict[str, str] | None = None,
     ) -> None:
         self.output = directory / f"{name}.txt"
         command = [
-            *(prefix or []),
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-            *(f"--max-restarts={RESTARTS}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=faults"),
-            *(f"--rdzv-conf=is_host={int(host)}", "-m", "tests.faults.worker", str(directory), str(timeout)),
+            *(*node.prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+            *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=faults"),
+            *(f"--rdzv-conf=is_host={int(hosts)}", f"--local-addr={node.address}"),
+            *("-m", "tests.faults.worker", str(directory), str(timeout)),
         ]
+        environment = {**os.environ, **ENVIRONMENT, **FRESH_STORE, "PYTHONPATH": str(ROOT)}
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, **FRESH_STORE, "PYTHONPATH": str(ROOT), **(environment or {})},
+                env={**environment, "GLOO_SOCKET_IFNAME": node.interface},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

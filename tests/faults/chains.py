@@ -57,13 +57,14 @@ class Writer(Recorder):
         return loss
 
 
-def train(arguments: dict[str, Any], directory: Path, journal: Path) -> None:
+def train(arguments: dict[str, Any], directory: Path, journal: Path, *callbacks: Callback) -> None:
     """A run as the documentation recommends it: it saves after every step, and starts from the last checkpoint."""
     journal_ = Journal(journal)
     saver = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_last="link")
     size = GLOBAL_BATCH // (world_size() // arguments.get("tp", 1))
     data = ResumableLoader(TensorDataset(rows()), batch_size=size, shuffle=True)
-    trainer = make_trainer(arguments, max_epochs=EPOCHS, callbacks=[journal_, saver], enable_checkpointing=True)
+    callbacks = (journal_, *callbacks, saver)
+    trainer = make_trainer(arguments, max_epochs=EPOCHS, callbacks=list(callbacks), enable_checkpointing=True)
     trainer.fit(Writer(journal_), data, ckpt_path="last")
 
 
