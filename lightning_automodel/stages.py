@@ -12,6 +12,7 @@ from lightning_automodel.autocasting import install_autocast
 from lightning_automodel.blocks import class_names
 from lightning_automodel.compiling import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.config import DDPConfig, FSDP2Config, resolve_dtype
+from lightning_automodel.float8 import apply_float8
 from lightning_automodel.heads import install_loss
 from lightning_automodel.loading import broadcast_weights, cast_parameters
 from lightning_automodel.logs import warn_once
@@ -47,6 +48,8 @@ def apply_stages(
     if param_dtype is not None:
         cast_parameters(model, param_dtype)
     broadcast_weights(model, mesh)
+    if config.float8 is not None:
+        apply_float8(model, config.float8, tp, tp_mesh.device_type)
     if tp > 1:
         apply_tensor_parallel(model, tp_mesh, layout)
     install_loss(model, tp_mesh, config)

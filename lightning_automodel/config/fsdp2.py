@@ -21,12 +21,14 @@ from lightning_automodel.config.values import (
     resolve_mp_policy,
     resolve_offload_policy,
 )
+from lightning_automodel.float8 import check_recipe
 
 LEVERS_OF_BLOCKS = (
     "activation_checkpointing",
     "activation_checkpointing_scope",
     "activation_offload",
     "enable_compile",
+    "float8",
 )
 """Fields that work on the repeated blocks of a model."""
 TOWER_POLICIES = ("root", "per_layer", "replicate")
@@ -79,6 +81,9 @@ class FSDP2Config:
             chunk by chunk from the hidden states, never holds all logits, and returns ``logits=None``. ``None``: off.
         broadcast_weights: with ``dp_replicate`` > 1, only the first replica reads the files of ``from_pretrained``, and
             sends its shards to the others: for slow shared disks. ``False``: every replica reads.
+        float8: matrix products inside of blocks in float8, by a recipe of torchao: "tensorwise" (the fastest),
+            "rowwise", or "rowwise_with_gw_hp" (the most exact). For GPUs from Ada and Hopper on, with bfloat16 around
+            and ``enable_compile``; emulated on CPU.
         loss_kernel: what computes that loss: "torch", or on CUDA without tp "liger" or "cut_cross_entropy", where
             installed (``chunked_loss`` is then not needed: they choose their own chunks).
     """
@@ -105,6 +110,7 @@ class FSDP2Config:
     tower_policy: str = "root"
     chunked_loss: int | None = None
     broadcast_weights: bool = False
+    float8: str | None = None
     loss_kernel: str = "torch"
 
     def __post_init__(self) -> None:
@@ -121,6 +127,7 @@ class FSDP2Config:
         if self.tower_policy not in TOWER_POLICIES:
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
         check_loss(self.chunked_loss, self.loss_kernel)
+        check_recipe(self.float8)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)
         resolve_mp_policy(self.mp_policy)
         resolve_offload_policy(self.offload_policy)

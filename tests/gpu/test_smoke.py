@@ -49,12 +49,17 @@ def batches() -> list[torch.Tensor]:
 
 
 def fit(
-    path: Path, directory: Path, precision: str, strategy: Strategy | None = None, home: str = "cuda"
+    path: Path,
+    directory: Path,
+    precision: str,
+    strategy: Strategy | None = None,
+    home: str = "cuda",
+    devices: int = 1,
 ) -> list[float]:
     module = Finetune(path)
     trainer = L.Trainer(
         accelerator="gpu",
-        devices=1,
+        devices=devices,
         strategy=strategy or FSDP2TPStrategy(),
         precision=precision,
         max_epochs=1,
