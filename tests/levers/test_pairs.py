@@ -30,27 +30,28 @@ LEVERS: dict[str, list[Any]] = {
     "reshard_after_forward": [None, True, False],
     "enable_fsdp2_prefetch": [True, False],
     "chunked_loss": [None, 8],
+    "offload_policy": [None, True],
 }
 
 # layout, and the value of each lever by its place above: every pair of values, of two levers or of a lever and a
 # layout, stands in a row
-ROWS: list[tuple[str, int, int, int, int, int]] = [
-    ("tp", 0, 0, 0, 0, 0),
-    ("tp", 1, 1, 1, 1, 1),
-    ("tp", 2, 0, 2, 1, 0),
-    ("tp", 3, 1, 0, 0, 1),
-    ("dp_shard", 0, 1, 2, 0, 1),
-    ("dp_shard", 1, 0, 0, 1, 0),
-    ("dp_shard", 2, 1, 1, 0, 1),
-    ("dp_shard", 3, 0, 1, 1, 0),
-    ("dp_replicate", 0, 0, 1, 1, 1),
-    ("dp_replicate", 1, 1, 2, 0, 0),
-    ("dp_replicate", 2, 1, 0, 1, 1),
-    ("dp_replicate", 3, 0, 2, 0, 1),
-    ("sp", 0, 1, 1, 0, 0),
-    ("sp", 1, 0, 0, 0, 1),
-    ("sp", 2, 0, 2, 0, 1),
-    ("sp", 3, 1, 2, 1, 0),
+ROWS: list[tuple[str, int, int, int, int, int, int]] = [
+    ("tp", 0, 0, 0, 0, 0, 0),
+    ("tp", 1, 1, 1, 1, 1, 1),
+    ("tp", 2, 0, 2, 1, 0, 1),
+    ("tp", 3, 1, 0, 0, 1, 1),
+    ("dp_shard", 0, 1, 2, 0, 1, 1),
+    ("dp_shard", 1, 0, 0, 1, 0, 0),
+    ("dp_shard", 2, 1, 1, 0, 1, 0),
+    ("dp_shard", 3, 0, 1, 1, 0, 0),
+    ("dp_replicate", 0, 0, 1, 1, 1, 1),
+    ("dp_replicate", 1, 1, 2, 0, 0, 0),
+    ("dp_replicate", 2, 1, 0, 1, 1, 0),
+    ("dp_replicate", 3, 0, 2, 0, 1, 0),
+    ("sp", 0, 1, 1, 0, 0, 1),
+    ("sp", 1, 0, 0, 0, 1, 0),
+    ("sp", 2, 0, 2, 0, 1, 0),
+    ("sp", 3, 1, 2, 1, 0, 0),
 ]
 
 
