@@ -132,6 +132,31 @@ LEVERS: dict[str, dict[str, Lever]] = {
 }
 
 
+ON_GPUS = {
+    "offload_policy": (
+        "Use it when parameters and the states of the optimizer do not fit: they wait on the host, and the "
+        "optimizer steps there. Each gather then crosses the bus, so it is the last lever to turn."
+    ),
+    "activation_offload": (
+        "Use it with full checkpointing when even the inputs of blocks do not fit: they wait on the host. "
+        "Worth it where a block computes longer than its input takes to copy."
+    ),
+    "enable_async_tensor_parallel": (
+        "Use it with sequence_parallel and enable_compile on GPUs that are linked: what tensor parallelism "
+        "communicates runs beside the matrix products. It needs large batches to win."
+    ),
+    "float8": (
+        "Use it with enable_compile on GPUs from Ada and Hopper on, for models with large matrices: "
+        "docs/precision.md. Numbers differ from bfloat16 by what float8 resolves."
+    ),
+    "patch_is_packed_sequence": (
+        "Use it with flash attention when rows are single documents: no layer then waits to find that out. "
+        "Wrong for packed rows."
+    ),
+}
+"""Levers that a CPU cannot show, and when to use them."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
@@ -172,6 +197,7 @@ def sentences() -> Iterator[str]:
         for name, lever in levers.items():
             if lever.when:
                 yield f"- **{name}**: {lever.when}"
+    yield from (f"- **{name}** (not measured on CPU): {when}" for name, when in ON_GPUS.items())
 
 
 TOKENS = 512
