@@ -119,6 +119,18 @@ def is_accumulating(trainer: Trainer) -> bool:
     )
 
 
+def begin_next_epoch(trainer: Trainer) -> None:
+    """For a run that has resumed after the last batch of an epoch, before it goes on: the next epoch begins.
+
+    Lightning counts the epoch as done, but does not begin the next one (neither its counts nor its hooks). A checkpoint
+    of that next epoch then has one epoch too few, so that who resumes from it gets other samples, and never ends.
+    """
+    loop = trainer.fit_loop
+    progress: Any = loop.epoch_progress.total
+    if loop.restarted_mid_epoch and progress.processed == progress.started:
+        loop.reset_restart_stage()
+
+
 def overfits(trainer: Trainer) -> bool:
     """Whether ``Trainer(overfit_batches=...)`` is on: an attribute that Lightning does not declare."""
     return bool(getattr(trainer, "overfit_batches", 0))

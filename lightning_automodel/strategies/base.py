@@ -20,7 +20,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import checkpoint_path_of, is_accumulating, optimizers_to_device
+from lightning_automodel._compat.lightning import (
+    begin_next_epoch,
+    checkpoint_path_of,
+    is_accumulating,
+    optimizers_to_device,
+)
 from lightning_automodel.accumulation import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
@@ -160,6 +165,7 @@ class SharedHooks(OnMesh):
 
     @override
     def on_train_start(self) -> None:
+        begin_next_epoch(self._trainer)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self._agreement.start()
         for parameter, gradient in self._gradients.items():  # not earlier: the trainer zeroes them before it starts

@@ -146,7 +146,7 @@ class Chain:
             return
         assert story.start >= self.saved, self.log
         assert sorted(story.losses) == list(range(story.start, story.start + len(story.losses))), self.log
-        assert story.losses == {step: self.reference[step] for step in story.losses}, self.log
+        assert story.losses == {step: self.reference.get(step) for step in story.losses}, self.log
         in_flight = 1 if self.arguments.get("async_save") else 0
         self.saved = max(self.saved, story.start, story.begun - in_flight)
 

@@ -5,16 +5,18 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_automodel.strategies.last import find_last
 from tests.faults.chains import STEPS, Chain, Story, random_kill, train
-from tests.harness.pool import Pool
-from tests.support.training import make_trainer
+from tests.harness.pool import Nursery, Pool, RankFailed
+from tests.support.training import GLOBAL_BATCH, ROWS, make_trainer
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "4"))
 SEED = int(os.environ.get("FAULT_SEED", "0"))
@@ -49,6 +51,33 @@ def test_kills_at_random_moments(pool2: Pool, tmp_path: Path) -> None:
         print(f"{arguments}:", *chain.log, sep="\n    ")
     print(f"{kills} kills")
     assert kills >= 0.8 * MOMENTS
+
+
+class Stop(Callback):
+    """Kills all ranks when this run has made so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.first = steps, 0
+
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.first = trainer.global_step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step - self.first == self.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_resume_of_what_was_resumed_at_the_end_of_an_epoch(nursery: Nursery, tmp_path: Path) -> None:
+    """Where Lightning would lose count of an epoch, and so train on another order of rows, and one epoch more."""
+    alone = Pool(nursery, 1)
+    whole = reference(alone, {}, tmp_path / "whole")
+    for number, steps in enumerate((ROWS // GLOBAL_BATCH, 1)):
+        with pytest.raises(RankFailed):
+            alone.run(train, {}, tmp_path, tmp_path / f"journal {number}", Stop(steps), trainer=True)
+    alone.run(train, {}, tmp_path, tmp_path / "journal", trainer=True)
+    last = Story.read(tmp_path / "journal")
+    assert last.start == ROWS // GLOBAL_BATCH + 1
+    assert last.losses == {step: loss for step, loss in whole.losses.items() if step >= last.start}
 
 
 def test_last_is_the_newest_that_is_complete(tmp_path: Path) -> None:
