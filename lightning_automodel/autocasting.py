@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_automodel.blocks import class_names, find_input_embedding
 from lightning_automodel.calls import wrap_forward
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -33,9 +34,20 @@ def install_autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> 
 
 
 def widen_stream(model: nn.Module, dtype: torch.dtype) -> None:
-    """Embeddings come out in ``dtype``, and so does every residual sum after them, unless somebody casts."""
-    if isinstance(model, PreTrainedModel):
-        model.get_input_embeddings().register_forward_hook(lambda module, args, output: _widened(output, dtype))
+    """Embeddings come out in ``dtype``, and so does every residual sum after them, unless somebody casts.
+
+    Raises:
+        ValueError: if ``model`` does not say which module its embedding is.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    embedding = find_input_embedding(model)
+    if embedding is None:
+        raise ValueError(
+            f"mp_policy.output_dtype={dtype} with autocast_dtype widens what the embedding returns, and "
+            f"{class_names(model)[0]} names none (get_input_embeddings); leave output_dtype out"
+        )
+    embedding.register_forward_hook(lambda module, args, output: _widened(output, dtype))
 
 
 def _widened(output: Any, dtype: torch.dtype) -> Any:

@@ -46,6 +46,14 @@ def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def find_input_embedding(model: PreTrainedModel) -> nn.Module | None:
+    """What turns tokens into vectors; ``None`` for models that do not say (of formulas in images, for example)."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The embedding and the head of a language model with a large vocabulary, each by its name; or nothing.
 
@@ -58,7 +66,7 @@ def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
     names = {id(module): name for name, module in model.named_modules()}
     found: list[dict[str, nn.Module]] = [
         {names[id(end)]: end}
-        for end in (model.get_input_embeddings(), head)
+        for end in (find_input_embedding(model), head)
         if isinstance(end, nn.Embedding | nn.Linear)
         and id(end) in names
         and end.weight.numel() >= LARGE

@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.autocasting import widen_stream
+from lightning_automodel.blocks import find_large_ends
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import DP_SHARD_CP, axis
 from lightning_automodel.parallelizer import (
@@ -141,3 +144,13 @@ def dtypes_in_use() -> dict[str, set[torch.dtype]]:
 def test_float32_beside_bfloat16_is_never_cast(pool2: Pool) -> None:
     for seen in pool2.run(dtypes_in_use):
         assert seen == {"A_log": {torch.float32}, "dt_bias": {torch.bfloat16}, "gradient": {torch.float32}}
+
+
+# ---- models that do not say what their embedding is ------------------------------------------------------------------
+
+
+def test_without_a_named_embedding() -> None:
+    model = tiny_model("pp_formulanet")
+    assert find_large_ends(model) == ({}, {})
+    with pytest.raises(ValueError, match="PPFormulaNetForConditionalGeneration names none"):
+        widen_stream(model, torch.float32)
