@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from lightning_automodel._compat import TorchDispatchMode
 
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 """``context_fn`` of ``torch.utils.checkpoint``: the contexts of the forward pass and of the recomputation."""

@@ -44,17 +44,15 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
             replicated = _replicate(towers, mp_policy)
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
     inside = policy_of_blocks(model, config, mp_policy)
-    last = last_blocks(model, blocks)
     in_float32 = find_float32(model)
     embedding, head = find_large_ends(model)
     units = {**embedding, **blocks, **head}
-    for name, block in units.items():
-        reshard = config.reshard_after_forward
-        if reshard is None:
-            reshard = (
-                name not in last | head.keys()
-            )  # the backward pass begins with the last block: do not free it in between
-        shard_unit(block, list(block.parameters()), mesh, inside, in_float32, reshard, offload)
+    first_in_backward = last_blocks(model, blocks) | head.keys()  # not worth freeing in between
+    for name, unit in units.items():
+        reshard = (
+            name not in first_in_backward if config.reshard_after_forward is None else config.reshard_after_forward
+        )
+        shard_unit(unit, list(unit.parameters()), mesh, inside, in_float32, reshard, offload)
     in_units = {p for unit in units.values() for p in unit.parameters()}
     rest = [p for p in model.parameters() if p not in in_units | replicated]
     shard_unit(model, rest, mesh, mp_policy, in_float32, None, offload, replicated)

@@ -23,6 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.sharding_utils import DtensorShardOperation
@@ -32,13 +34,16 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.shards import local_tensor, pieces
 
+# Documented ways to watch operations and to walk nested outputs, which torch keeps in modules with private names.
 # Lightning's timeout, move of optimizer states, DDP hooks: strategies are expected to use them, but none is exported.
 __all__ = [
     "OptimizedModule",
     "StridedShard",
+    "TorchDispatchMode",
     "patched_pretrained_loading",
     "revert_weight_conversion",
     "root_mesh",
+    "tree_leaves",
 ]
 
 

@@ -10,9 +10,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from lightning_automodel._compat import after_backward
+from lightning_automodel._compat import after_backward, tree_leaves
 from lightning_automodel.blocks import class_names
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading import broadcast_weights, materialize
