@@ -117,6 +117,12 @@ LEVERS: dict[str, dict[str, Lever]] = {
             when="Raise them when a profile shows that compute waits for gathers. Each step is one more gathered "
             "block in memory.",
         ),
+        "fsdp2_min_num_params, units of 3 blocks": Lever(
+            fields={"fsdp2_min_num_params": 2_000_000},
+            when="Use it for models of many small blocks, and for many ranks, where gathers are all latency: several "
+            "blocks share one. Their parameters are whole in memory together, so a unit should stay small beside the "
+            "activations.",
+        ),
         "two micro-batches": Lever(
             micro_batches=2,
             when="With accumulation gradients are reduced once per step, and unreduced gradients of the whole model "

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat import holds_partial_sums, pending_gradients
 from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.states import clean_name
+from lightning_automodel.sharding import fsdp_units
 
 
 def collect_gradients(model: nn.Module, data_group: ProcessGroup) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def collect_gradients(model: nn.Module, data_group: ProcessGroup) -> dict[str, T
     Raises:
         RuntimeError: if gradients were reduced within the replicas and wait for the reduction among them.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = fsdp_units(model)
     if any(holds_partial_sums(unit) for unit in units):
         raise RuntimeError(
             "a checkpoint between the micro-batches of an optimizer step is not possible with dp_replicate > 1 and "

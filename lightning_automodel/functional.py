@@ -16,7 +16,7 @@ from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.offloading import offload_policy_for
 from lightning_automodel.plans.selection import Rules
 from lightning_automodel.registry import run_strategy
-from lightning_automodel.sharding import find_float32, reshard, set_prefetch, shard_unit
+from lightning_automodel.sharding import find_float32, fsdp_units, reshard, set_prefetch, shard_unit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -131,7 +131,7 @@ def apply_fsdp2_sharding_recursively(
         if fully_shard_fn is not None:
             fully_shard_fn(member, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=after, offload_policy=offload)
         else:
-            shard_unit(member, list(member.parameters()), mesh, mp_policy, in_float32, after, offload)
+            shard_unit([member], list(member.parameters()), mesh, mp_policy, in_float32, after, offload)
     if enable_fsdp2_prefetch:
         units = [member for member, _ in members if isinstance(member, FSDPModule)]
         set_prefetch(units, units, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
@@ -171,7 +171,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
     For generation or log-probabilities; each rank then holds the model as tensor parallelism splits it. Afterwards the
     units are sharded again, and reshard as before. Collective: all ranks enter and leave.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = fsdp_units(model)
     with kept_gathered(units):
         for unit in units:
             unit.unshard()

@@ -82,6 +82,11 @@ def masked_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None
 _LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 
+def defers_logits(config: LossConfig) -> bool:
+    """Whether a loss is computed from the weight of the head, after the head's forward pass and without its logits."""
+    return config.chunked_loss is not None or config.loss_kernel != "torch"
+
+
 def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: LossConfig) -> None:
     """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
 
@@ -93,7 +98,7 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: LossConfig) -> N
         ValueError: if the config asks for a loss without logits, and ``model`` cannot have one.
     """
     check_kernel(config.loss_kernel, tp_mesh.size(), tp_mesh.device_type)
-    deferred = config.chunked_loss is not None or config.loss_kernel != "torch"
+    deferred = defers_logits(config)
     found = False
     for owner in model.modules():
         if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:

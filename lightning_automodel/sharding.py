@@ -1,20 +1,24 @@
 """Shards a model over the data ranks with FSDP2: a unit per block, one for the rest, gathered ahead of their use.
 
-The rest is what stands outside of blocks: embedding, final norm, head. It is whole from the beginning of the forward
-pass to the end of the backward pass, so embedding and head of a large vocabulary are units of their own.
+Small blocks may share units. The rest is what stands outside of blocks: embedding, final norm, head. It is whole from
+the beginning of the forward pass to the end of the backward pass, so embedding and head of a large vocabulary are units
+of their own.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters
+from lightning_automodel._compat import add_parameter_group, reduce_unused_parameters, tree_leaves
 from lightning_automodel.autocasting import widen_stream
 from lightning_automodel.blocks import (
+    class_names,
     find_independent_blocks,
     find_large_ends,
     find_towers,
@@ -23,6 +27,7 @@ from lightning_automodel.blocks import (
     outermost,
 )
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.heads import defers_logits
 from lightning_automodel.offloading import offload_policy_for
 
 
@@ -33,29 +38,30 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     clipping and stock fused optimizers need.
 
     Raises:
-        ValueError: for ``tower_policy="replicate"`` with towers that train.
+        ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without
+            blocks.
     """
-    blocks = find_independent_blocks(model)
-    towers = find_towers(model)
-    replicated: set[nn.Parameter] = set()
+    blocks, towers = find_independent_blocks(model), find_towers(model)
     if config.tower_policy != "per_layer":
         blocks = {name: block for name, block in blocks.items() if outermost(list(towers), name) is None}
-        if config.tower_policy == "replicate":
-            replicated = _replicate(towers, mp_policy)
+    replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
     inside = policy_of_blocks(model, config, mp_policy)
     in_float32 = find_float32(model)
     embedding, head = find_large_ends(model)
-    units = {**embedding, **blocks, **head}
+    grouped = group_blocks(model, blocks, config.fsdp2_min_num_params)
+    units = [unit for unit in (embedding, *grouped, head) if unit]
     first_in_backward = last_blocks(model, blocks) | head.keys()  # not worth freeing in between
-    for name, unit in units.items():
-        reshard = (
-            name not in first_in_backward if config.reshard_after_forward is None else config.reshard_after_forward
-        )
-        shard_unit(unit, list(unit.parameters()), mesh, inside, in_float32, reshard, offload)
-    in_units = {p for unit in units.values() for p in unit.parameters()}
+    read_later = head.keys() if defers_logits(config) else set()  # by the loss, when the head's own forward is over
+    for unit in units:
+        reshard = config.reshard_after_forward
+        if reshard is None:
+            reshard = first_in_backward.isdisjoint(unit)
+        reshard = reshard if read_later.isdisjoint(unit) else False
+        shard_unit(unit.values(), _parameters(unit), mesh, inside, in_float32, reshard, offload)
+    in_units = {p for unit in units for p in _parameters(unit)}
     rest = [p for p in model.parameters() if p not in in_units | replicated]
-    shard_unit(model, rest, mesh, mp_policy, in_float32, None, offload, replicated)
+    shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, replicated)
     if towers:
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.
@@ -65,7 +71,44 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
     if config.enable_fsdp2_prefetch:
         depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
-        set_prefetch(list(units.values()), list(blocks.values()), *depths)
+        forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
+        set_prefetch(forward, backward, *depths)
+
+
+def group_blocks(
+    model: nn.Module, blocks: dict[str, nn.Module], min_num_params: int | None
+) -> list[dict[str, nn.Module]]:
+    """The units that ``blocks`` make: one each, or one for as many of a list as hold ``min_num_params``, in order.
+
+    Whole parameters count: all ranks of tensor parallelism must agree. A small rest of a list joins the unit before it.
+
+    Raises:
+        ValueError: for a minimum without blocks.
+    """
+    if min_num_params is not None and not blocks:
+        raise ValueError(
+            f"fsdp2_min_num_params={min_num_params} groups repeated blocks, and {class_names(model)[0]} has none that "
+            "FSDP2 gathers alone; leave it at None"
+        )
+    units: list[dict[str, nn.Module]] = []
+    for _, names in groupby(blocks, key=lambda name: name.rpartition(".")[0]):
+        of_list: list[dict[str, nn.Module]] = [{}]
+        for name in names:
+            if of_list[-1] and _size(of_list[-1]) >= (min_num_params or 0):
+                of_list.append({})
+            of_list[-1][name] = blocks[name]
+        if len(of_list) > 1 and _size(of_list[-1]) < (min_num_params or 0):
+            of_list[-2].update(of_list.pop())
+        units += of_list
+    return units
+
+
+def _parameters(unit: dict[str, nn.Module]) -> list[nn.Parameter]:
+    return [p for module in unit.values() for p in module.parameters()]
+
+
+def _size(unit: dict[str, nn.Module]) -> int:
+    return sum(p.numel() for p in _parameters(unit))
 
 
 def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -93,7 +136,7 @@ def find_float32(model: nn.Module) -> set[nn.Parameter]:
 
 
 def shard_unit(
-    unit: nn.Module,
+    modules: Iterable[nn.Module],
     parameters: list[nn.Parameter],
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
@@ -102,7 +145,7 @@ def shard_unit(
     offload: OffloadPolicy,
     replicated: Iterable[nn.Parameter] = (),
 ) -> None:
-    """One FSDP2 unit with a group of parameters per storage and compute dtype, the largest first.
+    """Makes one FSDP2 unit of ``modules``, with a group of parameters per storage and compute dtype, the largest first.
 
     FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
     to get it would lose what they are kept in float32 for.
@@ -115,9 +158,10 @@ def shard_unit(
     policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
     others = [group for _, group in ordered[1:]]
     ignored = {p for group in others for p in group} | set(replicated)
-    module = type(unit).__module__
+    modules = list(modules)
+    origins = [type(module).__module__ for module in modules]
     fully_shard(
-        unit,
+        modules,
         mesh=mesh,
         mp_policy=policies[0],
         reshard_after_forward=reshard,
@@ -125,9 +169,22 @@ def shard_unit(
         ignored_params=ignored,
     )
     # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
-    type(unit).__module__ = module
+    for module, origin in zip(modules, origins, strict=True):
+        type(module).__module__ = origin
+        if len(modules) > 1:
+            module.register_forward_hook(_gather_for_backward)
     for group, policy in zip(others, policies[1:], strict=True):
-        add_parameter_group(unit, group, policy)
+        add_parameter_group(modules[0], group, policy)
+
+
+def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:
+    """FSDP2 gathers a unit again with the gradient of its last module's output, which a model may leave unused: the
+    features of a tower are often those of an earlier block.
+    """
+    assert isinstance(module, FSDPModule)
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(lambda _: module.unshard())
 
 
 def _replicate(towers: dict[str, nn.Module], mp_policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
@@ -162,7 +219,8 @@ def set_prefetch(
     forward: Sequence[nn.Module], backward: Sequence[nn.Module], forward_depth: int, backward_depth: int
 ) -> None:
     """Each unit asks for the next ``forward_depth`` of ``forward`` in the forward pass, and for the ``backward_depth``
-    before it in ``backward`` in the backward pass, while it computes. Both are in the order of the forward pass.
+    before it in ``backward`` in the backward pass, while it computes. Both are in the order of the forward pass, with
+    any one module of a unit.
     """
     for i, unit in enumerate(forward):
         assert isinstance(unit, FSDPModule)
@@ -179,11 +237,16 @@ def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
     return [root for child in module.children() for root in fsdp_roots(child)]
 
 
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """One module of each FSDP2 unit in ``module``, itself included: what works on a unit is done once for its group."""
+    found = (part for part in module.modules() if isinstance(part, FSDPModule))
+    return list({fully_shard.state(part): part for part in found}.values())  # type: ignore[attr-defined]
+
+
 def reshard(module: nn.Module) -> None:
     """Frees what a forward pass without a backward pass left gathered: the roots and the last blocks."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    for unit in fsdp_units(module):
+        unit.reshard()
 
 
 def _units(modules: Sequence[nn.Module]) -> list[FSDPModule]:

@@ -213,7 +213,7 @@ def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_poli
     )
 
 
-def pending_gradients(unit: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor]]]:
+def pending_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor]]]:
     """What FSDP2 has accumulated in ``unit`` and not reduced, of each parameter that has it.
 
     FSDP2 keeps it in attributes of its own until the last micro-batch. Collective over the axes right of FSDP2's, where
@@ -241,7 +241,7 @@ def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
-def holds_partial_sums(unit: nn.Module) -> bool:
+def holds_partial_sums(unit: FSDPModule) -> bool:
     """Whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
     groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
     return any(group._partial_reduce_output is not None for group in groups)

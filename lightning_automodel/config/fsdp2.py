@@ -13,6 +13,7 @@ from lightning_automodel.activation import check_checkpointing
 from lightning_automodel.autocasting import check_autocast
 from lightning_automodel.config.values import (
     check_compile,
+    check_count,
     check_loss,
     check_resharding,
     check_switches,
@@ -29,6 +30,7 @@ LEVERS_OF_BLOCKS = (
     "activation_offload",
     "enable_compile",
     "float8",
+    "fsdp2_min_num_params",
 )
 """Fields that work on the repeated blocks of a model."""
 TOWER_POLICIES = ("root", "per_layer", "replicate")
@@ -73,6 +75,9 @@ class FSDP2Config:
         enable_fsdp2_prefetch: explicit prefetch chains between blocks.
         fsdp2_backward_prefetch_depth: blocks gathered ahead in the backward pass; 2 hides the gather, 1 saves memory.
         fsdp2_forward_prefetch_depth: blocks gathered ahead in the forward pass.
+        fsdp2_min_num_params: consecutive blocks are gathered, freed and reduced together until they hold so many
+            parameters (of the whole model; a rank has 1/tp of them): for blocks so small that their collectives are all
+            latency. ``None``: each block alone.
         tower_policy: how the vision and audio towers of a composite model are sharded over the data ranks. "root": with
             what lies outside of blocks, gathered in every step, so that a batch without images on some ranks cannot
             hang. "per_layer": block by block, the least memory; every rank needs images in every step. "replicate":
@@ -107,6 +112,7 @@ class FSDP2Config:
     enable_fsdp2_prefetch: bool = True
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
+    fsdp2_min_num_params: int | None = None
     tower_policy: str = "root"
     chunked_loss: int | None = None
     broadcast_weights: bool = False
@@ -126,6 +132,7 @@ class FSDP2Config:
                 )
         if self.tower_policy not in TOWER_POLICIES:
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
+        check_count("fsdp2_min_num_params", self.fsdp2_min_num_params, "parameters", 10_000_000)
         check_loss(self.chunked_loss, self.loss_kernel)
         check_recipe(self.float8)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)

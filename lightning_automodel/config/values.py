@@ -51,12 +51,17 @@ def check_compile(enabled: bool, backend: str, dynamic: bool | None) -> None:
         raise ValueError("compile_backend and compile_dynamic do nothing without enable_compile=True")
 
 
+def check_count(name: str, value: Any, of: str, example: int) -> None:
+    """Refuses what is neither ``None`` nor a number of something."""
+    if value is not None and type(value) is not int:
+        raise TypeError(f"{name}={value!r} must be a whole number of {of}, such as {example}, or None")
+    if value is not None and value < 1:
+        raise ValueError(f"{name}={value} must be at least 1 of {of}; None turns it off")
+
+
 def check_loss(chunked_loss: int | None, loss_kernel: str) -> None:
     """Refuses chunks without tokens and kernels that do not exist."""
-    if chunked_loss is not None and type(chunked_loss) is not int:
-        raise TypeError(f"chunked_loss={chunked_loss!r} must be a whole number of tokens, such as 1024, or None")
-    if chunked_loss is not None and chunked_loss < 1:
-        raise ValueError(f"chunked_loss={chunked_loss} must be at least 1 token; None turns it off")
+    check_count("chunked_loss", chunked_loss, "tokens", 1024)
     if loss_kernel not in LOSS_KERNELS:
         raise ValueError(f"loss_kernel={loss_kernel!r} is not one of {', '.join(LOSS_KERNELS)}")
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.autocasting import widen_stream
 from lightning_automodel.blocks import find_large_ends
+from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import DP_SHARD_CP, axis
 from lightning_automodel.parallelizer import (
@@ -19,6 +20,7 @@ from lightning_automodel.parallelizer import (
     parallelize,
     unshard_fsdp2_model,
 )
+from lightning_automodel.sharding import group_blocks
 from tests.functional.support import BOUND, SCHEDULE, build_llama
 from tests.harness.pool import Pool
 from tests.support.comparison import compare
@@ -65,6 +67,31 @@ def test_nested_lists_and_the_last_member() -> None:
     calls.clear()
     apply_fsdp2_sharding_recursively(model, mesh, EXACT, reshard_after_forward=2, fully_shard_fn=record)
     assert [after for _, after in calls] == [2] * 5
+
+
+def test_small_blocks_share_units() -> None:
+    def layers(*widths: int) -> nn.ModuleList:
+        return nn.ModuleList([nn.Linear(width, 1, bias=False) for width in widths])
+
+    model = nn.ModuleDict({"encoder": layers(4, 4, 4, 20, 4), "decoder": layers(4, 4), "head": layers(20, 1)})
+    blocks = {f"{name}.{i}": layer for name, members in model.items() for i, layer in enumerate(members)}
+
+    def units(minimum: int | None) -> list[str]:
+        grouped = group_blocks(model, blocks, minimum)
+        assert [name for unit in grouped for name in unit] == list(blocks)
+        return [" ".join(name.rpartition(".")[2] for name in unit) for unit in grouped]
+
+    assert units(None) == units(1) == ["0", "1", "2", "3", "4", "0", "1", "0", "1"]
+    assert units(8) == ["0 1", "2 3 4", "0 1", "0 1"]
+    assert units(9) == ["0 1 2", "3 4", "0 1", "0 1"]
+    assert units(10**9) == ["0 1 2 3 4", "0 1", "0 1"]
+
+
+def test_minimum_of_a_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match="fsdp2_min_num_params=0 must be at least 1 of parameters; None turns it off"):
+        FSDP2Config(fsdp2_min_num_params=0)
+    with pytest.raises(ValueError, match="groups repeated blocks, and Linear has none that FSDP2 gathers alone"):
+        group_blocks(nn.Linear(2, 2), {}, 8)
 
 
 # ---- gathered for many forward passes --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.support.families import tiny_model
 
 STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
 BLOCK = (96 * (64 + 32 + 32 + 64) + 3 * 96 * 128 + 2 * 96) * 4  # bytes of a block's parameters
+PAIR = BLOCK // 4 + 1  # parameters that a block does not hold, and two do
 
 
 def per_block(sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, dict[str, float]]:
@@ -76,6 +77,12 @@ CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
     ),
     ({"dp_shard": 2}, {}, 1, {**GATHERED, "backward all-gather dp_shard_cp": whole_block(1)}),
     ({"dp_shard": 2}, {"reshard_after_forward": False}, 1, GATHERED),
+    (  # the same bytes, in half as many collectives
+        {"dp_shard": 2},
+        {"fsdp2_min_num_params": PAIR},
+        1,
+        {key: {"count": 1 / 2, "bytes": BLOCK} for key in (*GATHERED, "backward all-gather dp_shard_cp")},
+    ),
     (  # gradients are reduced once, while parameters are gathered for every micro-batch
         {"dp_shard": 2},
         {},
@@ -155,6 +162,14 @@ SCHEDULES: list[tuple[dict[str, Any], list[int], list[int], list[int]]] = [
     ({"enable_fsdp2_prefetch": False}, [1, 2, 3, 4], [1, 2, 3, 3], [1, 1, 1, 1, 1, 2, 2, 2, 1, 0]),
     ({"reshard_after_forward": True}, [2, 3, 4, 4], [3, 4, 4, 4], [2, 2, 2, 1, 0, 3, 3, 2, 1, 0]),
     ({"reshard_after_forward": False}, [2, 3, 4, 4], [0, 0, 0, 0], [2, 3, 4, 4, 4, 4, 3, 2, 1, 0]),
+    # two units of two blocks
+    ({"fsdp2_min_num_params": PAIR}, [2, 2, 2, 2], [1, 1, 1, 1], [4, 4, 2, 2, 2, 4, 4, 2, 2, 0]),
+    (
+        {"fsdp2_min_num_params": PAIR, "reshard_after_forward": True, "enable_fsdp2_prefetch": False},
+        [1, 1, 2, 2],
+        [2, 2, 2, 2],
+        [2, 2, 2, 2, 0, 4, 4, 2, 2, 0],
+    ),
 ]
 
 

@@ -31,7 +31,7 @@ ON_HOST = {"offload_policy": True}
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp_shard": 2}, {"activation_checkpointing": "full", "reshard_after_forward": True}),
     ({"tp": 2}, {"sequence_parallel": True}),
-    ({"dp_replicate": 2}, {"offload_policy": {"pin_memory": False}}),
+    ({"dp_replicate": 2}, {"offload_policy": {"pin_memory": False}, "fsdp2_min_num_params": 10**9}),
 ]
 
 

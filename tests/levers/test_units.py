@@ -1,4 +1,4 @@
-"""Embedding and head of a large vocabulary as units of their own: same numbers, and what is whole in memory when."""
+"""Units that are no single block (large vocabularies, several small blocks): same numbers, and what is whole when."""
 
 from functools import partial
 from typing import Any
@@ -16,13 +16,18 @@ from tests.levers.support import is_whole, token_ids
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
 
+ONE_UNIT = {"fsdp2_min_num_params": 10**9}
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("llama", {"dp_shard": 2}, {"chunked_loss": 8}),
+    ("llama", {"dp_shard": 2}, {"chunked_loss": 8, "reshard_after_forward": True}),
     ("llama", {"tp": 2}, {"chunked_loss": 8, "sequence_parallel": True}),
     ("gemma3_text", {"tp": 2}, {}),
     ("gemma3n_text", {"dp_shard": 2}, {"reshard_after_forward": True}),
     ("qwen3", {"dp_shard": 2}, {"reshard_after_forward": False, "activation_checkpointing": "full"}),
     ("mixtral", {"dp_replicate": 2}, {"mp_policy": {"output_dtype": "float32"}}),
+    # both blocks in one unit: of one kind, of two kinds, and of a kind that runs several times in a forward pass
+    ("llama", {"dp_shard": 2}, {**ONE_UNIT, "reshard_after_forward": True}),
+    ("qwen3_5_text", {"dp_shard": 2}, {**ONE_UNIT, "activation_checkpointing": "submodule"}),
+    ("hrm_text", {"dp_shard": 2}, {**ONE_UNIT, "reshard_after_forward": True}),
 ]
 
 
