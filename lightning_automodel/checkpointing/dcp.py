@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
 from lightning_automodel.checkpointing.storage import Location
@@ -285,9 +286,26 @@ class _Writer(FileSystemWriter):
         self.fs: Any = _Files(folder)
         self.path = folder.path
 
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with _without_inner_checksums():
+            return super().write_data(*args, **kwargs)
+
     @property
     def sums(self) -> Sums:
         return self.fs.sums
+
+
+@contextmanager
+def _without_inner_checksums() -> Generator[None, None, None]:
+    """DCP writes each tensor as an archive with a checksum, which costs a pass over its memory and is never compared:
+    ours are of whole files. The switch is this thread's.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 class _Reader(FileSystemReader):

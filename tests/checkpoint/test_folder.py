@@ -1,8 +1,10 @@
 """The checkpoint folder is there completely or not at all, and reading it runs no code."""
 
+import json
 import os
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,8 @@ def test_a_damaged_folder_is_refused_on_every_rank(pool2: Pool, tmp_path: Path, 
     path = tmp_path / "x.ckpt"
     pool2.run(save, path, 1.0)
     assert len(list(path.glob("*.distcp"))) == 2
+    sums = json.loads((path / "checksums.json").read_bytes())
+    assert {name: zlib.crc32((path / name).read_bytes()) for name in sums} == {n: s["crc32"] for n, s in sums.items()}
     expected = damage(path)
     for message in pool2.run(refusal, path):
         assert expected in message
