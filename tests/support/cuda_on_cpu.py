@@ -9,6 +9,8 @@ from megatron_fsdp import param_and_grad_buffer
 
 from lightning_automodel.megatron import device
 
+coalescing_manager = param_and_grad_buffer._coalescing_manager
+
 
 class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -39,6 +41,14 @@ class _Stream:
 
 
 @contextmanager
+def _in_order(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+    """Waits for coalesced collectives. The library frees buffers in the order of a stream; gloo's threads know none."""
+    with coalescing_manager(*args, **kwargs) as manager:
+        yield manager
+    manager.wait()
+
+
+@contextmanager
 def _stream(stream: Any) -> Generator[None, None, None]:
     yield
 
@@ -57,6 +67,7 @@ def install() -> None:
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    param_and_grad_buffer._coalescing_manager = _in_order
     preprocess = param_and_grad_buffer.gradient_reduce_preprocessing
 
     def without_nccl(data: Any, factor: Any, config: Any) -> Any:
