@@ -19,6 +19,7 @@ from lightning_automodel.activation import has_cache, is_checkpointed, without_c
 from lightning_automodel.blocks import class_names, find_blocks, text_config
 from lightning_automodel.calls import wrap_forward
 from lightning_automodel.logs import warn_once
+from lightning_automodel.partial_sums import is_followed
 
 
 def apply_compile(model: nn.Module, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
@@ -52,6 +53,8 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
     compiled = torch.compile(_run, backend=backend, dynamic=dynamic, fullgraph=whole)
 
     def around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if is_followed(block):
+            return forward(*args, **kwargs)
         if block.training:
             kwargs = without_cache(kwargs)
         elif has_cache(kwargs):

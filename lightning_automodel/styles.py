@@ -151,6 +151,7 @@ STYLES: dict[str, Style] = {
         Style(name="split_heads", placement=_whole, divides=True),
         Style(name="split_heads_all_outputs", placement=_whole, leave=Leave.REDUCE_ALL, divides=True),
         Style(name="split_rotary", placement=_whole, leave=Leave.SPLIT_ROTARY),
+        Style(name="separate", placement=_whole, confined=False),
         Style(name="local_params", placement=_whole),
         Style(name="replicate", placement=_whole),
     )

@@ -24,6 +24,7 @@ from lightning_automodel._compat import recorded_outputs
 from lightning_automodel.blocks import outermost, text_config
 from lightning_automodel.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
 from lightning_automodel.local_tensors import install_local_tensors
+from lightning_automodel.partial_sums import follow_partial_sums
 from lightning_automodel.plans import Layout
 from lightning_automodel.sequence_parallel import Stream, install_sequence_parallel
 from lightning_automodel.styles import Enter, Leave
@@ -42,6 +43,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout)
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_recorded_shares(model, tp_mesh.size(), layout)
     install_local_tensors(model, tp_mesh, layout, streams)
+    follow_partial_sums(model, layout)
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:

@@ -30,6 +30,9 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
     **diffusion.PLANS,
 }
 
+OF_USERS: set[str] = set()
+"""Classes whose rules a user registered."""
+
 WHOLE_BETWEEN_BLOCKS = {"Inkling2TextModel"}
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
 
@@ -42,3 +45,4 @@ def register_tp_plan(class_name: str, rules: Mapping[str, str | ParallelStyle]) 
         rules: name pattern inside of the class (``*`` stands for a number) to style name or torch ``ParallelStyle``.
     """
     ADDITIONS[class_name] = dict(rules)
+    OF_USERS.add(class_name)

@@ -9,7 +9,6 @@ The rules are those that were exact for every family (the letters are used in th
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from inspect import signature
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -20,10 +19,8 @@ from lightning_automodel.plans.fitting import check_styles
 from lightning_automodel.plans.heads import counts_of, head_counts, share
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
+from lightning_automodel.plans.terms import Term, derive_terms
 from lightning_automodel.styles import HEADS, STYLES, Enter, Leave, Style, style_of
-
-RESIDUALS = ("residual", "residuals", "input_tensor", "shortcut", "skip")
-"""Arguments that a module adds to what it computes (bloom, mpt): inside of a boundary each rank would add them."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,8 @@ class Layout:
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     """attributes of modules that change: the number of heads, or of query heads per key/value head"""
     sequence: SequenceLayout | None = None
+    terms: dict[str, dict[str, Term]] = field(default_factory=dict)
+    """by boundary that its first forward pass must prove to be a sum over the ranks: the members that give the terms"""
 
 
 def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool = False) -> Layout:
@@ -81,6 +80,9 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
     structure, blocks = _Structure(model, plan), find_blocks(model)
     check_styles(structure.modules, structure.module_styles, structure.parameter_styles)
     layout = Layout(boundaries=[b for block in blocks for b in structure.boundaries(block)])
+    layout.terms = derive_terms(
+        structure.modules, structure.module_styles, structure.parameter_styles, layout.boundaries, plan.measured
+    )
     layout.attributes = head_counts(structure.modules, structure.parameter_styles, blocks, tp)
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
@@ -253,11 +255,7 @@ class _Structure:
         return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]
 
     def _is_closed(self, name: str) -> bool:
-        """No whole parameter below writes the residual width, and no argument is there to be added to the output, so
-        every contribution to it is a partial sum.
-        """
-        if any(argument in RESIDUALS for argument in signature(self.modules[name].forward).parameters):
-            return False
+        """No whole parameter below writes the residual width, so every contribution to it may be a partial sum."""
         for parameter_name, parameter in self.modules[name].named_parameters():
             if f"{name}.{parameter_name}" in self.parameter_styles or parameter.ndim == 0:
                 continue

@@ -12,8 +12,9 @@ from lightning_automodel.blocks import class_names
 from lightning_automodel.config.values import check_tp_plan
 from lightning_automodel.imports import import_class_from_path
 from lightning_automodel.logs import log_once, warn_once
-from lightning_automodel.plans.additions import ADDITIONS
+from lightning_automodel.plans.additions import ADDITIONS, OF_USERS
 from lightning_automodel.plans.published import published_plan
+from lightning_automodel.plans.terms import MEASURED, package
 from lightning_automodel.plans.torch_styles import name_of_style
 from lightning_automodel.styles import STYLES
 
@@ -26,10 +27,16 @@ class Plan:
 
     A pattern is the qualified name of a module or parameter in which ``*`` may stand for a number:
     ``model.layers.*.mlp.down_proj``.
+
+    Attributes:
+        rules: pattern to style.
+        source: where they come from.
+        measured: they are what this package or transformers brings for the class of the model, without a user's rules.
     """
 
     rules: Mapping[str, str]
     source: str
+    measured: bool = False
 
     def rule_for(self, name: str) -> str | None:
         """The pattern that applies to a module or parameter: the one with the fewest wildcards."""
@@ -70,7 +77,8 @@ def select_plan(model: nn.Module, custom: Rules | str | None = None) -> Plan:
     source = ", ".join(f"{len(found)} rules {where}" for where, found in sources.items() if found)
     log_once(f"{type(model).__name__}: tensor parallel by {source}")
     matching = _matching(merged, model, reported=own.keys() | rules.keys())
-    return Plan(_named_styles(matching, model), source)
+    of_user = bool(rules) or any(name in OF_USERS for module in model.modules() for name in class_names(module))
+    return Plan(_named_styles(matching, model), source, measured=package(model) in MEASURED and not of_user)
 
 
 def known_rules(model: nn.Module) -> Rules:

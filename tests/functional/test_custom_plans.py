@@ -24,7 +24,11 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
 DECODER, PERSIMMON, MOSHI = "model.decoder.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp"
 FUSED = {f"{PERSIMMON}.query_key_value": "interleaved_colwise", f"{PERSIMMON}.dense": "rowwise"}
 GATED = {f"{MOSHI}.fc1": "packed_colwise", f"{MOSHI}.fc2": "rowwise"}
-ADDS = {"transformer.blocks.*.ffn.up_proj": "colwise", "transformer.blocks.*.ffn.down_proj": "rowwise"}
+ADDS = {
+    "transformer.blocks.*.ffn": "separate",  # it is handed the residual stream, and adds it
+    "transformer.blocks.*.ffn.up_proj": "colwise",
+    "transformer.blocks.*.ffn.down_proj": "rowwise",
+}
 ATTENTION = {**{f"{DECODER}.self_attn.{n}_proj": "colwise" for n in "qkv"}, f"{DECODER}.self_attn.out_proj": "rowwise"}
 
 

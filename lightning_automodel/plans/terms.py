@@ -1,0 +1,67 @@
+"""Which boundary children are to be proved sums over the ranks, and which of their members give the terms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_automodel.linearity import Kind
+from lightning_automodel.styles import Enter, Leave, Style
+
+MEASURED = ("transformers", "diffusers")
+"""Packages whose models are compared with one process, family by family (docs/families.md)."""
+KNOWN = (*MEASURED, "torch", "torchao")
+"""Packages whose modules do what their style says."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A member of a boundary child that gives a rank's term of the sum.
+
+    Attributes:
+        known: its class is; otherwise what it computes is watched as well.
+        parameters: its own that make terms, and what they are.
+    """
+
+    known: bool
+    parameters: Mapping[str, Kind]
+
+
+def package(module: nn.Module) -> str:
+    """The package that defines a module's class."""
+    return type(module).__module__.partition(".")[0]
+
+
+def derive_terms(
+    modules: Mapping[str, nn.Module],
+    module_styles: Mapping[str, Style],
+    parameter_styles: Mapping[str, Style],
+    boundaries: list[str],
+    measured: bool,
+) -> dict[str, dict[str, Term]]:
+    """The terms of each boundary child that is not known to be a sum.
+
+    Args:
+        modules: all modules of the model by name.
+        module_styles: of those that the plan names.
+        parameter_styles: of the parameters that it names, alone or with their module.
+        boundaries: names of the boundary children.
+        measured: the plan was compared with one process for this class; modules of other packages are not part of that.
+    """
+    found = {}
+    for boundary in boundaries:
+        below = {n: m for n, m in modules.items() if n == boundary or n.startswith(f"{boundary}.")}
+        if measured and all(package(module) in KNOWN for module in below.values()):
+            continue
+        terms = {n: _term(n, m, module_styles.get(n), parameter_styles) for n, m in below.items()}
+        itself = terms[boundary]
+        if itself is None or not itself.known:
+            found[boundary] = {name: term for name, term in terms.items() if term is not None}
+    return found
+
+
+def _term(name: str, module: nn.Module, style: Style | None, parameter_styles: Mapping[str, Style]) -> Term | None:
+    styles = {p: parameter_styles[f"{name}.{p}"] for p in module._parameters if f"{name}.{p}" in parameter_styles}
+    own = {p: Kind.PARTIAL if p == "bias" else Kind.ROW for p, s in styles.items() if s.closes}
+    gives = style is not None and (style.leave is Leave.REDUCE or style.enter is Enter.DIVIDE)
+    return Term(gives and package(module) in KNOWN, own) if own or gives else None
