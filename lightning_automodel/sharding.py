@@ -5,7 +5,8 @@ the beginning of the forward pass to the end of the backward pass, so embedding 
 of their own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -241,6 +242,25 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """One module of each FSDP2 unit in ``module``, itself included: what works on a unit is done once for its group."""
     found = (part for part in module.modules() if isinstance(part, FSDPModule))
     return list({fully_shard.state(part): part for part in found}.values())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def gradients_held(module: nn.Module, defer: bool = True) -> Generator[None, None, None]:
+    """For all micro-batches of a step but the last: within this context a backward pass keeps its gradients to itself.
+
+    Args:
+        module: contains FSDP2 models.
+        defer: ``FSDP2Config.defer_fsdp_grad_sync``; ``False``: gradients are reduced over the shards, and wait for the
+            reduction over the replicas.
+    """
+    roots = fsdp_roots(module)
+    for root in roots:
+        root.set_requires_gradient_sync(False) if defer else root.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True) if defer else root.set_requires_all_reduce(True)
 
 
 def reshard(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from lightning_automodel.offloading import BACKEND, move
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.reserving import reserve
-from lightning_automodel.sharding import fsdp_roots, reshard
+from lightning_automodel.sharding import gradients_held, reshard
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.units import Unit, check_levers_of_blocks, find_units, unwrap_compiled
 
@@ -174,15 +174,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         micro-batch (``defer_fsdp_grad_sync``), or at least not over the replicas.
         """
         assert self.model is not None
-        roots = fsdp_roots(self.model)
-        defer = self.config.defer_fsdp_grad_sync
-        for root in roots:
-            root.set_requires_gradient_sync(False) if defer else root.set_requires_all_reduce(False)
-        try:
+        with gradients_held(self.model, self.config.defer_fsdp_grad_sync):
             yield
-        finally:
-            for root in roots:
-                root.set_requires_gradient_sync(True) if defer else root.set_requires_all_reduce(True)
 
     @override
     def after_evaluation_step(self, output: Any) -> Any:

@@ -11,6 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS, LENGTH = 2, 20
+BLOCK = 96 * (64 + 32 + 32 + 64) + 3 * 96 * 128 + 2 * 96
+"""Parameters of a block of the tiny Llama."""
+PAIR = BLOCK + 1
+"""As a minimum of a unit: two blocks."""
 
 
 def token_ids(seed: int = 0) -> Tensor:

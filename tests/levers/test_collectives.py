@@ -10,12 +10,11 @@ from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_
 from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.levers.collectives import Collectives
-from tests.levers.support import LENGTH, ROWS, is_whole, token_ids
+from tests.levers.support import BLOCK, LENGTH, PAIR, ROWS, is_whole, token_ids
 from tests.support.families import tiny_model
 
 STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
-BLOCK = (96 * (64 + 32 + 32 + 64) + 3 * 96 * 128 + 2 * 96) * 4  # bytes of a block's parameters
-PAIR = BLOCK // 4 + 1  # parameters that a block does not hold, and two do
+GATHER = 4 * BLOCK  # bytes of a block's parameters
 
 
 def per_block(sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, dict[str, float]]:
@@ -48,7 +47,7 @@ def whole_stream(count: float) -> dict[str, float]:
 
 
 def whole_block(count: float) -> dict[str, float]:
-    return {"count": count, "bytes": count * BLOCK}
+    return {"count": count, "bytes": count * GATHER}
 
 
 GATHERED = {"forward all-gather dp_shard_cp": whole_block(1), "backward reduce-scatter dp_shard_cp": whole_block(1)}
@@ -81,7 +80,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
         {"dp_shard": 2},
         {"fsdp2_min_num_params": PAIR},
         1,
-        {key: {"count": 1 / 2, "bytes": BLOCK} for key in (*GATHERED, "backward all-gather dp_shard_cp")},
+        {key: {"count": 1 / 2, "bytes": GATHER} for key in (*GATHERED, "backward all-gather dp_shard_cp")},
     ),
     (  # gradients are reduced once, while parameters are gathered for every micro-batch
         {"dp_shard": 2},

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.sharding import gradients_held
 
 Batch = dict[str, Tensor]
 
@@ -77,8 +79,9 @@ def compare(
     model.train()
     data = axis(mesh, DP)
     draw = draw or batches
+    defer = config is None or config.defer_fsdp_grad_sync
     expected = _train(reference, schedule, list(range(data.size())), draw)
-    actual = _train(model, schedule, [data.get_local_rank()], draw)
+    actual = _train(model, schedule, [data.get_local_rank()], draw, defer)
     return _differences(expected, actual, mesh)
 
 
@@ -98,7 +101,7 @@ class _Step:
     parameters: dict[str, Tensor]
 
 
-def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callable) -> list[_Step]:
+def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callable, defer: bool = True) -> list[_Step]:
     """One process takes the batches of all data ranks; a rank of the mesh takes its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=schedule.learning_rate)
     steps = []
@@ -107,10 +110,9 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
         total = torch.zeros(())
         for i, (rank, batch) in enumerate(micro):
             torch.manual_seed(100 * rank + i % schedule.micro_batches)  # some routers sample while they train
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(i == len(micro) - 1)
-            loss = loss_of(model, batch) / len(micro)
-            loss.backward()
+            with gradients_held(model, defer) if i < len(micro) - 1 else nullcontext():
+                loss = loss_of(model, batch) / len(micro)
+                loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(model.parameters(), schedule.clip or float("inf"))
         gradients = {n: _full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
