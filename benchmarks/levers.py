@@ -148,7 +148,7 @@ ON_GPUS = {
         "Worth it where a block computes longer than its input takes to copy."
     ),
     "enable_async_tensor_parallel": (
-        "Use it with sequence_parallel and enable_compile on GPUs that are linked: what tensor parallelism "
+        "Use it with enable_compile on GPUs that are linked: what sequence parallelism, which it turns on, "
         "communicates runs beside the matrix products. It needs large batches to win."
     ),
     "float8": (

@@ -55,8 +55,8 @@ def fsdp2_strategy_parallelize(
         dp_replicate_mesh_name: axis over which shards are replicated, if the mesh has it.
         dp_shard_cp_mesh_name: axis over which parameters are sharded.
         tp_mesh_name: axis over which matrices are split.
-        enable_async_tensor_parallel: overlap communication and matrix products; needs ``sequence_parallel`` and
-            ``enable_compile``.
+        enable_async_tensor_parallel: overlap communication and matrix products; turns ``sequence_parallel`` on, and
+            needs ``enable_compile``.
         enable_compile: compile each block.
         enable_fsdp2_prefetch: each block asks for others' parameters while it computes.
         fsdp2_backward_prefetch_depth: for how many, in the backward pass.

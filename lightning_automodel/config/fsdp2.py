@@ -23,6 +23,7 @@ from lightning_automodel.config.values import (
     resolve_offload_policy,
 )
 from lightning_automodel.float8 import check_recipe
+from lightning_automodel.logs import warn_once
 
 LEVERS_OF_BLOCKS = (
     "activation_checkpointing",
@@ -66,8 +67,8 @@ class FSDP2Config:
         reshard_after_forward: ``None``: all blocks but the last; ``True``, ``False`` or an int override, as in FSDP2.
         backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
         enable_async_tensor_parallel: the gathers and reduce-scatters of sequence parallelism run piece by piece, beside
-            the matrix products that they feed and that feed them. Needs ``sequence_parallel``, ``enable_compile`` with
-            "inductor", and GPUs of a tp group that reach each other's memory.
+            the matrix products that they feed and that feed them. Turns ``sequence_parallel`` on, with a warning; needs
+            ``enable_compile`` with "inductor", and GPUs of a tp group that reach each other's memory.
         enable_compile: compile each block in place, with ``torch.compile``; names and checkpoints stay as they are.
         compile_backend: of ``torch.compile``.
         compile_dynamic: ``True``: one graph for all lengths of the sequence. ``False``: one for each. ``None``: for the
@@ -140,16 +141,21 @@ class FSDP2Config:
         resolve_offload_policy(self.offload_policy)
         check_autocast(resolve_dtype(self.autocast_dtype))
         if self.enable_async_tensor_parallel:
-            self._check_async()
+            self._complete_async()
 
-    def _check_async(self) -> None:
-        needed = {"sequence_parallel": True, "enable_compile": True, "compile_backend": "inductor"}
+    def _complete_async(self) -> None:
+        needed = {"enable_compile": True, "compile_backend": "inductor"}
         missing = [f"{name}={value!r}" for name, value in needed.items() if getattr(self, name) != value]
         if missing:
             raise ValueError(
                 "enable_async_tensor_parallel=True overlaps what sequence parallelism communicates inside of compiled "
                 f"blocks; set {' and '.join(missing)} as well"
             )
+        if not self.sequence_parallel:
+            warn_once(
+                "enable_async_tensor_parallel=True turns sequence_parallel on: it overlaps what that communicates"
+            )
+            object.__setattr__(self, "sequence_parallel", True)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; values are not copied."""

@@ -8,30 +8,36 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_automodel import logs, stages
 from lightning_automodel._compat import overlap_in_compiled_graphs
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
-from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import fsdp2_strategy_parallelize, parallelize
 from tests.functional.support import build_llama
 from tests.harness.pool import Nursery, Pool, RankFailed
 from tests.levers.symmetric import fuse_on_cpu
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
 
-BLOCKS = {"sequence_parallel": True, "enable_compile": True}
-ASYNC = {**BLOCKS, "enable_async_tensor_parallel": True}
+ASYNC = {"enable_async_tensor_parallel": True, "enable_compile": True}
+
+
+def with_fallbacks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    stages.overlap_tensor_parallel = lambda tp_mesh: overlap_in_compiled_graphs(tp_mesh.get_group())
+    return fsdp2_strategy_parallelize(model, mesh, MixedPrecisionPolicy(), **ASYNC)
 
 
 def fused() -> tuple[float, str, Counter[str]]:
     """Runs on each rank: one block, one micro-batch."""
     calls: Counter[str] = Counter()
     fuse_on_cpu(calls)
-    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
-    overlap_in_compiled_graphs(axis(mesh, TP).get_group())
     build = partial(tiny_model, "llama", attention="sdpa", num_hidden_layers=1)
     schedule = Schedule(steps=1, micro_batches=1, length=12)
-    return (*compare(build, {"tp": 2}, 2, schedule, FSDP2Config(**BLOCKS)).largest, calls)
+    return (*compare(build, {"tp": 2}, 2, schedule, make_parallel=with_fallbacks).largest, calls)
 
 
 def test_what_is_fused_and_its_numbers(pool2: Pool) -> None:
@@ -51,8 +57,15 @@ def on_cpu() -> None:
     )
 
 
+def test_sequence_parallel_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_seen", set())
+    with pytest.warns(UserWarning, match="enable_async_tensor_parallel=True turns sequence_parallel on") as seen:
+        assert [FSDP2Config(**ASYNC).sequence_parallel for _ in range(2)] == [True, True]
+    assert len(seen) == 1
+
+
 def test_refused(nursery: Nursery, pool2: Pool) -> None:
-    with pytest.raises(ValueError, match="set sequence_parallel=True and enable_compile=True as well"):
+    with pytest.raises(ValueError, match="compiled blocks; set enable_compile=True as well"):
         FSDP2Config(enable_async_tensor_parallel=True)
     with pytest.raises(ValueError, match="set compile_backend='inductor' as well"):
         FSDP2Config(**ASYNC, compile_backend="aot_eager")
