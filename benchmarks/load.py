@@ -5,6 +5,7 @@ Writes docs/loading.md.
 
 import argparse
 import importlib
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks._ranks import GB, Memory, describe_machine, write_model
-from lightning_automodel import _compat
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading import sharded_loading
 from lightning_automodel.megatron import building
@@ -116,17 +116,17 @@ VARIANTS: dict[str, Callable[[str], torch.nn.Module]] = {
 
 
 def count_bytes() -> Callable[[], int]:
-    """Counts, from now on, the bytes of what is cut out of files on this rank."""
+    """Counts, from now on, the bytes that this rank reads from files by slices."""
     total = 0
-    original = _compat.ExactShardOperation.shard_tensor
+    original = os.preadv
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any) -> int:
         nonlocal total
-        part = original(self, *args, **kwargs)
-        total += 0 if part is None else part.nbytes
-        return part
+        count = original(*args)
+        total += count
+        return count
 
-    _compat.ExactShardOperation.shard_tensor = counted  # type: ignore[method-assign]
+    os.preadv = counted
     return lambda: total
 
 
@@ -139,9 +139,9 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
         "",
         f"`from_pretrained` of a Llama of {size / GB:.2f} GB (bf16, safetensors, in the page cache) on {RANKS} ranks,",
         "and a write to every weight. Medians over rounds of the worst rank. Memory is above what the process held",
-        "before: own memory is what no file backs; resident memory also counts pages of the mapped files, which the",
-        "system takes back when it needs them. Megatron-FSDP shards parameters that have their values: a rank reads",
-        "its slices of tp, and keeps its share of them afterwards.",
+        "before: own memory is what no file backs; resident memory also counts pages of mapped files (the last row's).",
+        "Megatron-FSDP shards parameters that have their values: a rank reads its slices of tp, and keeps its share of",
+        "them afterwards.",
         "",
         "| | seconds | own memory, peak | resident, peak | resident / (share + largest) | bytes read / share |",
         "|---|---|---|---|---|---|",

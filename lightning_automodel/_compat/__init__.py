@@ -25,13 +25,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, core_model_loading
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from lightning_automodel._compat.dtensor import dtensor_like
+from lightning_automodel.file_slices import SlicedFile
 from lightning_automodel.shards import local_tensor, pieces
 
 # Documented ways to watch operations and to walk nested outputs, which torch keeps in modules with private names.
@@ -62,11 +63,15 @@ def patched_pretrained_loading(
         "_finalize_model_loading": finalize,
     }
     originals = {name: PreTrainedModel.__dict__[name] for name in names}
-    replaced = {"DtensorShardOperation": ExactShardOperation, "_dtensor_from_local_like": dtensor_like}
-    of_module = {name: getattr(core_model_loading, name) for name in replaced}
+    replaced = {
+        (core_model_loading, "DtensorShardOperation"): ExactShardOperation,
+        (core_model_loading, "_dtensor_from_local_like"): dtensor_like,
+        (modeling_utils, "safe_open"): SlicedFile,
+    }
+    of_module = {place: getattr(*place) for place in replaced}
     try:
-        for name, value in replaced.items():
-            setattr(core_model_loading, name, value)
+        for (module, name), value in replaced.items():
+            setattr(module, name, value)
         for name, function in names.items():
             original = originals[name]
             if isinstance(original, staticmethod):
@@ -75,8 +80,8 @@ def patched_pretrained_loading(
                 setattr(PreTrainedModel, name, _method(function, original))
         yield
     finally:
-        for name, value in of_module.items():
-            setattr(core_model_loading, name, value)
+        for (module, name), value in of_module.items():
+            setattr(module, name, value)
         for name, original in originals.items():
             setattr(PreTrainedModel, name, original)
 
@@ -119,10 +124,13 @@ class ExactShardOperation(DtensorShardOperation):
     """
 
     def __init__(self, param: DTensor) -> None:
-        super().__init__(param)
+        # Without super(), which asks torch for the first offset: of a strided shard that takes milliseconds.
+        self.device_mesh, self.placements, self.param_ndim = param.device_mesh, tuple(param.placements), param.ndim
         self._shape = list(param.shape)
         self._pieces = pieces(param)
         self._local_shape = tuple(local_tensor(param).shape)
+        self._axis0_offset = min((piece.offsets[0] for piece in self._pieces), default=0)
+        self._axis0_local_size, self._axis0_size = self._local_shape[0], self._shape[0]
 
     def shard_tensor(
         self,

@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
 )
 
 from lightning_automodel.loading import materialize, sharded_loading
@@ -69,6 +70,22 @@ def loaded(tied: bool, sizes: dict[str, int], directory: Path) -> list[str]:
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}], ids=str)
 def test_every_rank_reads_the_values_of_the_files(tied: bool, sizes: dict[str, int], pool4: Pool) -> None:
     assert pool4.run(loaded, tied, sizes, with_directory=True) == [[]] * 4
+
+
+def loaded_experts(directory: Path) -> list[str]:
+    """Fused in memory and apart in files; three of them, which no axis divides."""
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=3))
+    if dist.get_rank() == 0:
+        expected.save_pretrained(directory)
+    dist.barrier()
+    mesh = build_mesh(resolve_sizes(4, dp_shard=2, tp=2), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), CPU):
+        return differences(AutoModelForCausalLM.from_pretrained(directory), expected)
+
+
+def test_experts_that_lie_apart_in_files(pool4: Pool) -> None:
+    assert pool4.run(loaded_experts, with_directory=True) == [[]] * 4
 
 
 def loaded_unevenly(directory: Path) -> list[str]:

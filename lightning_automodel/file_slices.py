@@ -1,0 +1,130 @@
+"""Reads boxes of the tensors in safetensors files, and no more than these boxes, into memory of their own.
+
+safetensors maps the file, so that every page with a needed byte in it counts as the process's (of a matrix that is cut
+by columns: all of them) and is brought in by faults; without a map it reads whole tensors.
+"""
+
+import itertools
+import json
+import math
+import os
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
+
+from lightning_automodel.pieces import Span
+
+_SHORT = 1 << 10
+"""Bytes that lie together, below which a read of them costs more than a read of what lies between them."""
+_BLOCK = 1 << 22
+"""Bytes of rows that are read at once where a box's parts are short."""
+
+
+class SlicedFile:
+    """``safetensors.safe_open``, but ``get_slice`` gives a :class:`FileSlice`. Closed by ``__exit__``."""
+
+    def __init__(self, filename: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        self._file = safe_open(filename, *args, **options)  # checks the header, too
+        self._descriptor = os.open(filename, os.O_RDONLY)
+        size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        self._header = json.loads(os.pread(self._descriptor, size, 8))
+        self._start = 8 + size
+
+    def __enter__(self) -> "SlicedFile":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        os.close(self._descriptor)
+        self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_slice(self, name: str) -> Any:
+        """An unread tensor; safetensors' own for a dtype that torch has no name for."""
+        entry = self._header[name]
+        if entry["dtype"] not in str_to_torch_dtype:
+            return self._file.get_slice(name)
+        return FileSlice(self._descriptor, self._start + entry["data_offsets"][0], entry["dtype"], entry["shape"])
+
+
+class FileSlice:
+    """A tensor in a file, which is read where it is indexed.
+
+    Args:
+        descriptor: of the open file.
+        start: of the tensor in the file, in bytes.
+        dtype: safetensors' name.
+        shape: of the tensor.
+    """
+
+    def __init__(self, descriptor: int, start: int, dtype: str, shape: list[int]) -> None:
+        self._descriptor, self._start, self._name, self._shape = descriptor, start, dtype, shape
+        self._dtype = str_to_torch_dtype[dtype]
+
+    def get_shape(self) -> list[int]:
+        """Of the whole tensor."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """safetensors' name."""
+        return self._name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A box, in memory of its own.
+
+        Args:
+            index: ``...``, a slice with step 1, or a tuple of such, as for a tensor.
+        """
+        spans = _spans(index, self._shape)
+        sizes = [stop - start for start, stop in spans]
+        last = max((dim for dim, size in enumerate(self._shape) if sizes[dim] < size), default=0)
+        if last > 0 and math.prod(sizes[last:]) * self._dtype.itemsize < _SHORT:
+            return self._read_by_rows(spans, sizes)
+        return self._read(spans, sizes, last)
+
+    def _read(self, spans: list[Span], sizes: list[int], last: int) -> Tensor:
+        """Part by part: what a box has of dimension ``last`` and those behind it lies together."""
+        result = torch.empty(math.prod(sizes) * self._dtype.itemsize, dtype=torch.uint8)
+        strides = [math.prod(self._shape[dim + 1 :]) * self._dtype.itemsize for dim in range(len(sizes))]
+        length = math.prod(sizes[last:]) * self._dtype.itemsize
+        first = self._start + sum(start * stride for (start, _), stride in zip(spans, strides, strict=True))
+        steps = (range(0, size * stride, stride) for size, stride in zip(sizes[:last], strides, strict=False))
+        target = result.numpy().data
+        for begin, offsets in zip(range(0, len(target), length or 1), itertools.product(*steps), strict=bool(length)):
+            _read_into(self._descriptor, target[begin : begin + length], first + sum(offsets))
+        return result.view(self._dtype).view(sizes)
+
+    def _read_by_rows(self, spans: list[Span], sizes: list[int]) -> Tensor:
+        result = torch.empty(sizes, dtype=self._dtype)
+        others = [(0, size) for size in self._shape[1:]]
+        box = tuple(slice(*span) for span in spans[1:])
+        (first, stop), row = spans[0], math.prod(self._shape[1:]) * self._dtype.itemsize
+        count = max(1, _BLOCK // row)
+        for begin in range(first, stop, count):
+            end = min(begin + count, stop)
+            rows = self._read([(begin, end), *others], [end - begin, *self._shape[1:]], last=0)
+            result[begin - first : end - first] = rows[(slice(None), *box)]
+        return result
+
+
+def _spans(index: Any, shape: list[int]) -> list[Span]:
+    items: tuple[slice, ...] = index if isinstance(index, tuple) else () if index is ... else (index,)
+    items += (slice(None),) * (len(shape) - len(items))
+    spans: list[Span] = []
+    for item, size in zip(items, shape, strict=True):
+        start, stop, step = item.indices(size)
+        assert step == 1, f"{index} of a tensor in a file"
+        spans.append((start, max(start, stop)))
+    return spans
+
+
+def _read_into(descriptor: int, target: memoryview, offset: int) -> None:
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if count == 0:
+            raise OSError(f"the file ends at byte {offset}, before its tensors do")
+        target, offset = target[count:], offset + count

@@ -1,0 +1,79 @@
+"""Boxes of tensors in safetensors files: what slices of the tensors give, and next to no other bytes are read."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_automodel.file_slices import SlicedFile
+
+TENSORS = {
+    "matrix": torch.randn(300, 1100),
+    "experts": torch.randn(3, 40, 800).bfloat16(),
+    "narrow": torch.arange(60_000).view(6000, 10),
+    "flags": torch.rand(7, 5) > 0.5,
+    "float8": torch.randn(16, 16).to(torch.float8_e4m3fn),
+    "vector": torch.arange(9),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> SlicedFile:
+    save_file(TENSORS, tmp_path / "x.safetensors")
+    return SlicedFile(tmp_path / "x.safetensors", framework="pt", device="cpu", backend="mmap")
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape, one.tolist()) == (other.dtype, other.shape, other.tolist())
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_boxes_are_those_of_the_tensor(file: SlicedFile, name: str) -> None:
+    tensor, generator = TENSORS[name], random.Random(0)
+    unread = file.get_slice(name)
+    assert unread.get_shape() == list(tensor.shape)
+    assert same(unread[...], tensor)
+    assert same(unread[0:3] if tensor.ndim else unread[()], tensor[0:3] if tensor.ndim else tensor)
+    for _ in range(10):
+        bounds = [sorted(generator.choices(range(size + 1), k=2)) for size in tensor.shape]
+        box = tuple(slice(*bound) if generator.random() < 0.7 else slice(None) for bound in bounds)
+        part = unread[box]
+        assert same(part, tensor[box])
+        assert part.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "most"),
+    [
+        ("matrix", (slice(100, 200),), 1.0),
+        ("matrix", (slice(100, 200), slice(550, 1100)), 1.0),
+        ("experts", (slice(0, 3), slice(10, 20)), 1.0),
+        ("narrow", (slice(0, 6000), slice(0, 5)), 2.0),  # parts of 40 bytes: whole rows are read
+    ],
+)
+def test_what_is_read(
+    file: SlicedFile, monkeypatch: pytest.MonkeyPatch, name: str, box: tuple[slice, ...], most: float
+) -> None:
+    counts, original = [], os.preadv
+
+    def counted(*args: Any) -> int:
+        counts.append(original(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    part = file.get_slice(name)[box]
+    assert sum(counts) == most * part.nbytes
+    assert len(counts) < 200
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(file: SlicedFile, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "x.safetensors", 1000)
+    with pytest.raises(OSError, match="ends at byte"):
+        file.get_slice("matrix")[...]
