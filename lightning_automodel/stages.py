@@ -18,6 +18,7 @@ from lightning_automodel.loading import broadcast_weights, cast_parameters
 from lightning_automodel.logs import warn_once
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.plans import Layout, derive_layout, select_plan, validate_tp
+from lightning_automodel.replicas import compare_first_gradients
 from lightning_automodel.sharding import apply_fsdp2
 from lightning_automodel.tensor_parallel import apply_tensor_parallel
 
@@ -57,6 +58,8 @@ def apply_stages(
         overlap_tensor_parallel(tp_mesh)
     apply_levers(model, config, tp_mesh.device_type)
     apply_fsdp2(model, fsdp_mesh, config, mp_policy)
+    if tp > 1 and not plan.measured:
+        compare_first_gradients(model, tp_mesh)
     return model
 
 

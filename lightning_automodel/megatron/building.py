@@ -26,7 +26,7 @@ from lightning_automodel.loading import cast_parameters
 from lightning_automodel.logs import warn_once
 from lightning_automodel.megatron.plain import make_plain
 from lightning_automodel.plans import Layout, derive_layout, select_plan, validate_tp
-from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.tensor_parallel import apply_tensor_parallel
 
 _LAYOUT = "_layout_on_tp"
@@ -70,8 +70,8 @@ def split(model: nn.Module, tp_mesh: DeviceMesh, config: MegatronFSDPConfig) -> 
     if tp_mesh.size() == 1 and config.tp_plan:
         warn_once("tp_plan of MegatronFSDPConfig: without effect, because tp=1 splits no layer")
     if tp_mesh.size() > 1:
-        is_layer = not isinstance(model, PreTrainedModel) and not known_rules(model)
-        rules = {name: "replicate" for name, _ in model.named_parameters()} if is_layer else config.tp_plan
+        whole = {name: "replicate" for name, _ in model.named_parameters()}
+        rules = config.tp_plan if has_rules(model, config.tp_plan) else whole
         layout = derive_layout(model, select_plan(model, rules), tp_mesh.size())
         validate_tp(model, tp_mesh.size(), layout)
         apply_tensor_parallel(model, tp_mesh, layout)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel.blocks import CONTAINERS, KEY_VALUE_PROJECTIONS, find_blocks, kv_heads, outermost, text_config
+from lightning_automodel.plans.adapters import rules_of_wrapped
 from lightning_automodel.plans.fitting import check_styles
 from lightning_automodel.plans.heads import counts_of, head_counts, share
 from lightning_automodel.plans.selection import Plan, wildcard
@@ -165,10 +166,13 @@ class _Structure:
         for name in self.modules:
             if name and (rule := plan.rule_for(name)):
                 self.module_styles[name] = style_of(plan.rules[rule], rule)
+        self.module_styles = rules_of_wrapped(self.modules, self.module_styles)
         for name, _ in model.named_parameters(remove_duplicate=False):
-            rule = plan.rule_for(name) or plan.rule_for(name.rpartition(".")[0])
+            rule, owner = plan.rule_for(name), name.rpartition(".")[0]
             if rule:
                 self.parameter_styles[name] = style_of(plan.rules[rule], rule)
+            elif owner in self.module_styles:
+                self.parameter_styles[name] = self.module_styles[owner]
         self._share_styles_of_ties(model)
         self._split_inputs_of_whole_parents()
 

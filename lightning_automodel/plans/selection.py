@@ -7,6 +7,7 @@ from itertools import combinations
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
+from transformers import PreTrainedModel
 
 from lightning_automodel.blocks import class_names
 from lightning_automodel.config.values import check_tp_plan
@@ -86,6 +87,16 @@ def known_rules(model: nn.Module) -> Rules:
     return {**published_plan(model), **_registered(model)}
 
 
+def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
+    """Whether tensor parallelism splits ``model``: one of transformers (without a plan, that is an error), or a module
+    for which rules are known, or some of the user's match. Others are layers beside models, whole on every rank.
+    """
+    if isinstance(model, PreTrainedModel) or known_rules(model):
+        return True
+    rules = _resolve(custom, model)
+    return bool(rules) and len(_unused(rules, model)) < len(rules)
+
+
 def _registered(model: nn.Module) -> Rules:
     """Of every module in ``model`` with its prefix, the outermost last: they override those of what they hold."""
     rules: dict[str, str | ParallelStyle] = {}
@@ -109,20 +120,25 @@ def _resolve(custom: Rules | str | None, model: nn.Module) -> Rules:
 
 def _matching(rules: Rules, model: nn.Module, reported: Set[str]) -> Rules:
     """Without the rules that match nothing. What is registered for a class covers variants of it, so it may."""
-    plan, name = Plan(dict.fromkeys(rules, ""), ""), type(model).__name__
-    names = [n for n, _ in model.named_modules() if n]
-    names += [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    used = {plan.rule_for(n) for n in names}
-    unused = [rule for rule in rules if rule not in used]
+    name, unused = type(model).__name__, _unused(rules, model)
     dropped = [rule for rule in unused if rule in reported]
     if len(unused) == len(rules):
+        names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
         raise ValueError(
             f"none of the rules of the tensor-parallel plan matches a module or parameter of {name}: {unused}; its "
             f"parameters have names like {', '.join(names[-3:])} (* stands for a number)"
         )
     if dropped:
         warn_once(f"{name}: {len(dropped)} rules of its tensor-parallel plan match nothing and are dropped: {dropped}")
-    return {rule: style for rule, style in rules.items() if rule in used}
+    return {rule: style for rule, style in rules.items() if rule not in unused}
+
+
+def _unused(rules: Rules, model: nn.Module) -> list[str]:
+    plan = Plan(dict.fromkeys(rules, ""), "")
+    names = [n for n, _ in model.named_modules() if n]
+    names += [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    used = {plan.rule_for(n) for n in names}
+    return [rule for rule in rules if rule not in used]
 
 
 def _named_styles(rules: Rules, model: nn.Module) -> dict[str, str]:

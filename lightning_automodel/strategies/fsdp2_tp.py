@@ -22,11 +22,18 @@ from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.offloading import BACKEND, move
 from lightning_automodel.parallelizer import parallelize
-from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.reserving import reserve
 from lightning_automodel.sharding import gradients_held, reshard
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.units import Unit, check_levers_of_blocks, find_units, unwrap_compiled
+from lightning_automodel.strategies.units import (
+    Unit,
+    check_complete,
+    check_levers_of_blocks,
+    find_units,
+    no_plan,
+    unwrap_compiled,
+)
 
 
 class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
@@ -128,14 +135,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     def _setup_units(self, units: list[Unit]) -> None:
         tp = self.sizes.tp
-        if tp > 1 and not any(_has_plan(unit.module) for unit in units):
-            raise ValueError(
-                f"tp={tp}, but {type(self.lightning_module).__name__} holds no Hugging Face model with a "
-                "tensor-parallel plan; use tp=1"
-            )
+        if tp > 1 and not any(has_rules(unit.module, self.config.tp_plan) for unit in units):
+            raise ValueError(no_plan(type(self.lightning_module).__name__, tp, units))
         check_levers_of_blocks(self.config, [unit.module for unit in units])
         for unit in units:
             if unit.is_sharded:
+                check_complete(unit)
                 self._check_mesh(unit)
                 continue
             self._parallelize(unit.module)
@@ -185,14 +190,9 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         return output
 
 
-def _has_plan(module: nn.Module) -> bool:
-    """Whether tensor parallelism splits it; a model of transformers without a plan is an error, not a layer."""
-    return isinstance(module, PreTrainedModel) or bool(known_rules(module))
-
-
 def _config_for(module: nn.Module, config: FSDP2Config, tp: int) -> FSDP2Config:
     """A layer beside the models is whole on every rank of the tp axis, and has no blocks to work on."""
-    if _has_plan(module):
+    if has_rules(module, config.tp_plan if tp > 1 else None):
         return config
     if tp > 1:
         config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import OptimizedModule
@@ -49,6 +50,31 @@ def unwrap_compiled(root: nn.Module) -> None:
                     "because a compiled graph of the whole model cannot be made parallel block by block"
                 )
                 setattr(parent, name, child._orig_mod)
+
+
+def check_complete(unit: Unit) -> None:
+    """Checks that nothing was added to a unit after it was made parallel, which no rank would gather or reduce.
+
+    Raises:
+        ValueError: naming a parameter, and where to build instead.
+    """
+    added = [name for name, p in unit.module.named_parameters(unit.name) if not isinstance(p, DTensor)]
+    if added:
+        raise ValueError(
+            f"{added[0]} and {len(added) - 1} other parameters were added to a model that from_pretrained had made "
+            "parallel already (adapters of peft, for example), so they would be neither sharded nor reduced; build the "
+            "model and add to it in __init__ of the LightningModule, where it is still whole"
+        )
+
+
+def no_plan(owner: str, tp: int, units: Sequence[Unit]) -> str:
+    """What to say where ``tp`` splits none of the units of a LightningModule."""
+    held = ", ".join(f"{unit.name} ({type(unit.module).__name__})" for unit in units[:5])
+    return (
+        f"tp={tp}, but nothing that {owner} holds has a tensor-parallel plan ({held}); use tp=1, or give rules: "
+        "FSDP2Config(tp_plan={...}) or register_tp_plan, with names inside of the module that is called as a whole, "
+        "such as 'blocks.*.ffn.up' and not 'model.blocks.*.ffn.up'"
+    )
 
 
 def check_levers_of_blocks(config: FSDP2Config | DDPConfig | MegatronFSDPConfig, modules: Sequence[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,6 +14,8 @@ from lightning_automodel.parallelizer import parallelize
 from tests.functional.support import BOUND, SCHEDULE
 from tests.harness.pool import Pool
 from tests.support.comparison import batches, compare
+from tests.support.training import Recorder, make_trainer, world_size
+from tests.support.training import batches as rows_of_training
 
 WIDTH, INNER = 24, 34
 PLAN = {f"blocks.*.ffn.{name}": style for name, style in (("up", "colwise"), ("down", "rowwise"))}
@@ -140,6 +143,17 @@ class Block(nn.Module):
         return x + self.ffn(self.norm(x))
 
 
+class Between(FeedForward):
+    """A whole parameter that works on slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.PReLU()
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[FeedForward]) -> None:
         super().__init__()
@@ -163,7 +177,7 @@ def build(kind: type[FeedForward]) -> nn.Module:
     return model
 
 
-SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled)} | {Bare: BARE}
+SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled, Between)} | {Bare: BARE}
 NO_SUMS = {
     OwnInput: "add adds to it what every rank has",
     OwnInputBehindNorm: "add adds to it what every rank has",
@@ -181,6 +195,10 @@ def errors() -> dict[str, tuple[float, str]]:
     levers = {"enable_compile": True, "compile_backend": "aot_eager", "activation_checkpointing": True}
     plans = SUMS | dict.fromkeys(NO_SUMS, SEPARATE)
     cases = {kind.__name__: (kind, FSDP2Config(tp_plan=plan)) for kind, plan in plans.items()}
+    cases["between"] = (
+        Between,
+        FSDP2Config(tp_plan={**SEPARATE, "blocks.*.ffn.act": "replicated_with_grad_allreduce"}),
+    )
     cases["compiled"] = (NormInside, FSDP2Config(tp_plan=PLAN, **levers))
     return {
         name: compare(partial(build, kind), {"tp": 2}, 2, SCHEDULE, config).largest
@@ -216,3 +234,56 @@ def test_what_is_no_sum_is_refused(pool2: Pool) -> None:
             assert f"blocks.0.ffn ({kind.__name__}) is summed over the tp ranks" in found[kind.__name__], kind
             assert problem in found[kind.__name__], kind
             assert "'blocks.*.ffn': 'separate'" in found[kind.__name__], kind
+
+
+def difference() -> str:
+    """Runs on each rank: what the first step of an optimizer says."""
+    model = parallelize(build(Between), build_mesh(resolve_sizes(2, tp=2), "cpu"), FSDP2Config(tp_plan=SEPARATE))
+    model(**batches(SCHEDULE, 0, 0)[0]).loss.backward()
+    try:
+        torch.optim.SGD(model.parameters()).step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_of_whole_parameters_that_differ_are_refused(pool2: Pool) -> None:
+    for message in pool2.run(difference):
+        assert "act.weight is whole on every tp rank, but their gradients differ" in message
+        assert "'blocks.*.ffn.act' the style 'replicated_with_grad_allreduce'" in message
+
+
+# ---- under the trainer -----------------------------------------------------------------------------------------------
+
+
+class Own(Recorder):
+    """A model that transformers does not know, with a layer beside it."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model, self.beside = build(NormInside), nn.Linear(1, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return loss + self.beside(loss.view(1, 1)).square().sum()
+
+
+def losses(tp: int, plan: dict[str, str] | None) -> list[float] | str:
+    """Runs on each rank."""
+    module = Own()
+    run = make_trainer({"tp": tp, "config": FSDP2Config(tp_plan=plan)}, max_epochs=1, accumulate_grad_batches=2)
+    try:
+        run.fit(module, rows_of_training(world_size() // tp))
+    except ValueError as error:
+        return str(error)
+    return module.losses
+
+
+def test_a_module_of_a_user_under_the_trainer(pool2: Pool) -> None:
+    expected = pool2.run(losses, 1, None, trainer=True)[0]
+    for found in pool2.run(losses, 2, PLAN, trainer=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    for plan in (None, {f"model.{rule}": style for rule, style in PLAN.items()}):
+        for message in pool2.run(losses, 2, plan, trainer=True):
+            assert "model (Model), beside (Linear)" in message
+            assert "such as 'blocks.*.ffn.up'" in message
