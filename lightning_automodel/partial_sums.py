@@ -96,7 +96,8 @@ class _Watch(TorchFunctionMode):
         yield self.module.register_forward_pre_hook(self._enter_child)
         yield self.module.register_forward_hook(self._leave_child, prepend=True, always_call=True)
         for name, (member, term) in self.terms.items():
-            yield member.register_forward_pre_hook(partial(self._enter_term, name, term))
+            enter = partial(self._enter_term, name, term)
+            yield member.register_forward_pre_hook(enter, with_kwargs=True)
             yield member.register_forward_hook(partial(self._leave_term, term))
 
     def _enter_child(self, module: nn.Module, args: tuple) -> None:
@@ -106,8 +107,10 @@ class _Watch(TorchFunctionMode):
             for member, term in self.terms.values():
                 _mark_parameters(member, term)
 
-    def _enter_term(self, name: str, term: Term, member: nn.Module, args: tuple) -> None:
+    def _enter_term(self, name: str, term: Term, member: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._start(name)
+        if any(kind(x) is Kind.PARTIAL for x in tensors((args, kwargs))):
+            raise ValueError(self._message(f"{name.removeprefix(self.name + '.')} computes with it"))
         if term.known:
             self._inside += 1
         else:
@@ -130,6 +133,8 @@ class _Watch(TorchFunctionMode):
         outputs = output if isinstance(output, tuple) else (output,)
         if any(isinstance(x, Tensor) and kind(x) is None for x in (outputs if self._all_outputs else outputs[:1])):
             raise ValueError(self._message("what it returns is not made of it"))
+        if not self._all_outputs and any(kind(x) is Kind.PARTIAL for x in outputs[1:]):
+            raise ValueError(self._message("it returns more that is made of it, which is not summed"))
         self.proved = True
 
     def _start(self, term: str) -> None:
@@ -178,6 +183,8 @@ def _mark_parameters(member: nn.Module, term: Term) -> None:
 def _written(name: str, args: tuple, output: Any) -> list[Tensor]:
     """What an operation returns, and what it writes to."""
     found = list(tensors(output))
-    if name in ("__setitem__", "__iadd__", "__isub__", "__imul__") or (name[-1:] == "_" and name[:2] != "__"):
+    if name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name[-1:] == "_" and name[:2] != "__"
+    ):
         found += [args[0]] if args[0]._base is None else [args[0], args[0]._base]
     return found

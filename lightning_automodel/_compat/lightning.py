@@ -1,5 +1,6 @@
 """Private names of Lightning, each with its reason: how a trainer makes its choices, its evaluation loops."""
 
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import update_wrapper
@@ -35,6 +36,9 @@ __all__ = [
     "optimizers_to_device",
     "register_comm_hook",
 ]
+
+# Lightning 2.6 asks torch 2.13 in a deprecated way, and every run would say so once per process and loop.
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 _SELECTED_PATH = "selected_path_of_lightning_automodel"
 

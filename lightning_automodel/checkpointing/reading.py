@@ -37,8 +37,10 @@ def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpo
 
 def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
     if not (path / METADATA).is_file():
+        inside = [name for name in path.names() if (path / name / METADATA).is_file()]
         raise ValueError(
             f"{path} is not a checkpoint: it has no {METADATA}, which is written when all else is complete"
+            + (f"; it holds checkpoints, give one of them: {', '.join(inside)}" if inside else "")
         )
     checkpoint = _load(path / METADATA, weights_only)
     stored = list_tensors(path, weights_only)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lightning_automodel.finetuning.pretrained import looked_up
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
 from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_targets
@@ -84,10 +85,12 @@ class CausalLM(L.LightningModule):
         kwargs = {"dtype": torch.get_default_dtype(), **self.model_kwargs}
         if self.from_scratch:
             remote = {k: v for k, v in kwargs.items() if k == "trust_remote_code"}
-            config = AutoConfig.from_pretrained(self.model_name, **remote)
+            with looked_up(self.model_name):
+                config = AutoConfig.from_pretrained(self.model_name, **remote)
             self.model = AutoModelForCausalLM.from_config(config, **kwargs)
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(self.model_name, **kwargs)
+            with looked_up(self.model_name):
+                self.model = AutoModelForCausalLM.from_pretrained(self.model_name, **kwargs)
         # from_pretrained returns a model in evaluation mode, and the trainer keeps the mode that it finds.
         self.model.train()
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_automodel.finetuning.encoding import Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
+from lightning_automodel.finetuning.pretrained import looked_up
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
 from lightning_automodel.finetuning.sources import expand, read_records
 from lightning_automodel.finetuning.store import TokenStore, store_key
@@ -225,7 +226,9 @@ class TextDataModule(L.LightningDataModule):
     def _get_encoder(self) -> Encoder:
         if self._encoder is None:
             template = Path(self.chat_template).read_text("utf-8") if self.chat_template else None
-            tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name())
+            name = self._tokenizer_name()
+            with looked_up(name):
+                tokenizer = AutoTokenizer.from_pretrained(name)
             self._encoder = Encoder(tokenizer, self.mask_prompt, self.append_eos, template)
         return self._encoder
 

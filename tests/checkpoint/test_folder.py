@@ -92,6 +92,8 @@ def test_an_error_on_rank_0_reaches_all_ranks(pool2: Pool, tmp_path: Path) -> No
 
 def test_what_is_no_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(save, tmp_path / "x.ckpt", 1.0)
+    with pytest.raises(ValueError, match=r"it has no meta\.pt.*; it holds checkpoints, give one of them: x\.ckpt"):
+        read_checkpoint(Location.of(tmp_path))
     (tmp_path / "x.ckpt" / "meta.pt").unlink()
     with pytest.raises(ValueError, match=r"it has no meta\.pt"):
         read_checkpoint(Location.of(tmp_path / "x.ckpt"))

@@ -60,6 +60,7 @@ def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsy
 def test_our_refusals_are_one_line_and_exit_code_1(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mistakes = {
         "--model.model=/nowhere/model": "model='/nowhere/model' is not a directory",
+        "--model.model=no/such": "'no/such' is no directory (here: ",
         "--data.sequence_length=1": "sequence_length=1: a row needs 2 tokens",
         "--data.train_files=nothing.txt": "'nothing.txt' matches no file",
         "--trainer.strategy.tp=0": "tp=0",

@@ -117,6 +117,13 @@ class Constant(FeedForward):
         return 1 - self.inner(x)
 
 
+class Chained(FeedForward):
+    """Two linear pairs, one behind the other."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.down(self.up(x))))
+
+
 class UncalledOwnInput(Uncalled):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
@@ -187,6 +194,7 @@ NO_SUMS = {
     Squared: "mul multiplies such terms with each other",
     Constant: "rsub adds to it what every rank has",
     Dropped: "what it returns is not made of it",
+    Chained: "down gives is a rank's term of that sum, but",
 }
 
 
