@@ -6,17 +6,19 @@ the backward pass puts them there again.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel.blocks import find_blocks, find_large_ends, outermost
 from lightning_automodel.calls import Context, keep_for_recomputation
+from lightning_automodel.collectives import copy_in
 from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.sequence_parallel import Stream
 
@@ -34,14 +36,28 @@ class _LocalTensor:
     rows: tuple[int, int] | None
     stream: Stream | None
     """the gradient is a partial sum only while this stream is cut"""
+    sum_over: ProcessGroup | None
+    """where partial gradients are summed as they come; ``None``: FSDP2 sums them when it reduces"""
 
 
 def install_local_tensors(
-    model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, streams: dict[str, Stream] | None = None
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    layout: Layout,
+    streams: dict[str, Stream] | None = None,
+    *,
+    is_final: bool = False,
 ) -> None:
     """During the forward pass of a block, and of the model for the rest, modules see local tensors as parameters.
 
     Per unit and not per module, because some parents read a child's weight without calling it.
+
+    Args:
+        model: whose parameters are DTensors over ``tp_mesh``.
+        tp_mesh: the tensor-parallel axis.
+        layout: how they lie on it.
+        streams: of the blocks whose stream is cut on the sequence.
+        is_final: no other stage reduces gradients, so partial ones are summed over ``tp_mesh`` here.
     """
     first, last = find_large_ends(model)
     own = [*find_blocks(model), *first, *last]
@@ -52,7 +68,8 @@ def install_local_tensors(
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
                 stream = (streams or {}).get(unit) if parameter_layout.sliced else None
-                units[unit].append(_local_tensor(module, name, parameter_layout, tp_mesh, stream))
+                entry = _local_tensor(module, name, parameter_layout, tp_mesh, stream)
+                units[unit].append(replace(entry, sum_over=tp_mesh.get_group()) if is_final else entry)
     for name, tensors in units.items():
         unit_module = model.get_submodule(name)
         setattr(unit_module, _LOCAL_TENSORS, tensors)
@@ -68,7 +85,7 @@ def _local_tensor(
     if layout.shared_heads:
         per_head = module.get_parameter(name).shape[0] // layout.shared_heads
         rows = (rank * layout.shared_heads // tp_mesh.size() * per_head, per_head)
-    return _LocalTensor(module, name, layout.gradient, layout.on_first_rank and rank != 0, rows, stream)
+    return _LocalTensor(module, name, layout.gradient, layout.on_first_rank and rank != 0, rows, stream, None)
 
 
 def _enter_unit(unit: nn.Module, args: tuple) -> None:
@@ -122,7 +139,11 @@ def _swap_out(swapped: _Swapped) -> None:
 
 def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
     partial = entry.stream is not None and entry.stream.length is not None
-    local = parameter.to_local(grad_placements=[Partial() if partial else entry.gradient])
+    gradient = Partial() if partial else entry.gradient
+    if gradient.is_partial() and entry.sum_over is not None:
+        local = copy_in(parameter.to_local(grad_placements=[Replicate()]), entry.sum_over)
+    else:
+        local = parameter.to_local(grad_placements=[gradient])
     if entry.rows is not None:
         return local.narrow(0, *entry.rows)
     # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.

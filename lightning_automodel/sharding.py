@@ -112,6 +112,24 @@ def _size(unit: dict[str, nn.Module]) -> int:
     return sum(p.numel() for p in _parameters(unit))
 
 
+def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:
+    """Whether there is one data rank, and nothing is cast or waits on the host: FSDP2 would then only copy.
+
+    On one rank it copies every parameter before its use, and every gradient twice after it. The choice depends on
+    nothing that differs between the modules of a run: their parameters are then DTensors over one mesh, which is what
+    stock clipping and stock fused optimizers need.
+    """
+    casts = mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None
+    return mesh.size() == 1 and not casts and not config.offload_policy
+
+
+def mark_as_unit(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
+    """Makes ``model`` an FSDP2 module that holds no parameter: its methods work, and outputs are cast."""
+    policy_of_blocks(model, config, mp_policy)
+    offload = offload_policy_for(config.offload_policy, mesh.device_type)
+    shard_unit([model], [], mesh, mp_policy, set(), None, offload, replicated=list(model.parameters()))
+
+
 def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """``output_dtype`` is of what the model returns: after the last block it would meet a head in another dtype.
 

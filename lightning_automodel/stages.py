@@ -19,7 +19,7 @@ from lightning_automodel.logs import warn_once
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.plans import Layout, derive_layout, select_plan, validate_tp
 from lightning_automodel.replicas import compare_first_gradients
-from lightning_automodel.sharding import apply_fsdp2
+from lightning_automodel.sharding import apply_fsdp2, mark_as_unit, needs_no_sharding
 from lightning_automodel.tensor_parallel import apply_tensor_parallel
 
 
@@ -38,6 +38,7 @@ def apply_stages(
     """
     tp_mesh, fsdp_mesh = find_axes(mesh, axis_names)
     tp = tp_mesh.size()
+    is_alone = tp > 1 and needs_no_sharding(fsdp_mesh, config, mp_policy)
     _check_whole(model)
     if tp == 1:
         _warn_of_ignored(config)
@@ -52,12 +53,15 @@ def apply_stages(
     if config.float8 is not None:
         apply_float8(model, config.float8, tp, tp_mesh.device_type)
     if tp > 1:
-        apply_tensor_parallel(model, tp_mesh, layout)
+        apply_tensor_parallel(model, tp_mesh, layout, is_final=is_alone)
     install_loss(model, tp_mesh, config)
     if config.enable_async_tensor_parallel:
         overlap_tensor_parallel(tp_mesh)
     apply_levers(model, config, tp_mesh.device_type)
-    apply_fsdp2(model, fsdp_mesh, config, mp_policy)
+    if is_alone:
+        mark_as_unit(model, fsdp_mesh, config, mp_policy)
+    else:
+        apply_fsdp2(model, fsdp_mesh, config, mp_policy)
     if tp > 1 and not plan.measured:
         compare_first_gradients(model, tp_mesh)
     return model

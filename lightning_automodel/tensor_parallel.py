@@ -32,8 +32,15 @@ from lightning_automodel.styles import Enter, Leave
 Transform = Callable[[Tensor], Tensor]
 
 
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
-    """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device."""
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, *, is_final: bool = False) -> None:
+    """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device.
+
+    Args:
+        model: whose parameters are plain.
+        tp_mesh: one axis.
+        layout: of ``model``.
+        is_final: no stage after this one reduces gradients.
+    """
     for name, attributes in layout.attributes.items():
         model.get_submodule(name).__dict__.update(attributes)
     distribute_parameters(model, tp_mesh, layout)
@@ -42,7 +49,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout)
     if layout.sequence is not None:
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_recorded_shares(model, tp_mesh.size(), layout)
-    install_local_tensors(model, tp_mesh, layout, streams)
+    install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final)
     follow_partial_sums(model, layout)
 
 

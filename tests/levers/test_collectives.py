@@ -15,6 +15,7 @@ from tests.support.families import tiny_model
 
 STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
 GATHER = 4 * BLOCK  # bytes of a block's parameters
+NORM = 96 * 4
 
 
 def per_block(sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, dict[str, float]]:
@@ -63,9 +64,12 @@ CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
         {"sequence_parallel": True},
         1,
         {
-            f"{direction} {kind} tp": whole_stream(2)
-            for direction in ("forward", "backward")
-            for kind in ("all-gather", "reduce-scatter")
+            **{
+                f"{direction} {kind} tp": whole_stream(2)
+                for direction in ("forward", "backward")
+                for kind in ("all-gather", "reduce-scatter")
+            },
+            "backward all-reduce tp": {"count": 2, "bytes": 2 * NORM},  # gradients of what each rank uses on its slice
         },
     ),
     (  # the second sum of a block is its output, and not needed to compute inside of it again
