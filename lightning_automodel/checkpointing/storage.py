@@ -89,7 +89,11 @@ class Location:
 
     def modified(self) -> datetime:
         """When a file was written last; follows links."""
-        return self.files.modified(os.path.realpath(self.path) if self.is_local else self.path)
+        return self.files.modified(self.resolved())
+
+    def resolved(self) -> str:
+        """The path without links."""
+        return os.path.realpath(self.path) if self.is_local else self.path
 
     def names(self) -> list[str]:
         """What a folder holds."""

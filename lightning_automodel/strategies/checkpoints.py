@@ -27,6 +27,7 @@ from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import gather_state, model_state, optimizer_state, restore_optimizer
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.fragments import stored_state
+from lightning_automodel.strategies.last import newest_beside
 from lightning_automodel.strategies.positions import POSITIONS, collect_positions
 from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
 
@@ -126,7 +127,11 @@ def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer") -> Ch
         ValueError: if a file is damaged, or for ``fit`` from a checkpoint that holds weights only.
     """
     if path.exists():
-        verify(path)
+        try:
+            verify(path)
+        except ValueError as error:
+            other = newest_beside(path)
+            raise ValueError(f"{error}; the newest complete one beside it is {other}" if other else error) from error
     checkpoint = read_checkpoint(path, weights_only)
     if trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
         raise ValueError(

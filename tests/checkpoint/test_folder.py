@@ -21,7 +21,9 @@ from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.staging import Staging, remove_checkpoint
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.strategies.checkpoints import load
 from tests.harness.pool import Pool, RankFailed
+from tests.support.training import make_trainer
 
 
 def example(value: float) -> dict[str, Any]:
@@ -185,6 +187,28 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     flipped[len(whole) // 2] ^= 1
     path.write_bytes(flipped)
     assert "the checksum of its entry x/data/0 is wrong" in refusal(path)
+
+
+def test_the_refusal_names_the_checkpoint_before(tmp_path: Path) -> None:
+    """Not the damaged one itself by its other name, and nothing that is not complete."""
+    for step in (1, 2, 3):
+        torch.save({"state_dict": {"w": torch.arange(1000.0)}}, tmp_path / f"step={step}.ckpt")
+        os.utime(tmp_path / f"step={step}.ckpt", (step, step))
+    (tmp_path / "step=4.ckpt").mkdir()
+    (tmp_path / "last.ckpt").symlink_to("step=3.ckpt")
+    trainer = make_trainer({})
+    for step, expected in (
+        (3, rf"; the newest complete one beside it is {tmp_path}/step=2\.ckpt$"),
+        (2, "step=1"),
+        (1, "other checkpoint$"),
+    ):
+        path = tmp_path / f"step={step}.ckpt"
+        path.write_bytes(path.read_bytes()[:500])
+        with pytest.raises(ValueError, match=expected):
+            load(Location.of(tmp_path / "last.ckpt"), None, trainer)
+        path.unlink()
+        (tmp_path / "last.ckpt").unlink()
+        (tmp_path / "last.ckpt").symlink_to(f"step={step - 1}.ckpt")
 
 
 # ---- in the background -----------------------------------------------------------------------------------------------
