@@ -1,7 +1,8 @@
 """Reads boxes of the tensors in safetensors files, and no more than these boxes, into memory of their own.
 
 safetensors maps the file, so that every page with a needed byte in it counts as the process's (of a matrix that is cut
-by columns: all of them) and is brought in by faults; without a map it reads whole tensors.
+by columns: all of them) and is brought in by faults; without a map it reads whole tensors. For a whole tensor the map
+serves: what is cut later (Megatron-FSDP cuts what has its values) is then read later, and no more of it.
 """
 
 import itertools
@@ -45,25 +46,25 @@ class SlicedFile:
 
     def get_slice(self, name: str) -> Any:
         """An unread tensor; safetensors' own for a dtype that torch has no name for."""
-        entry = self._header[name]
+        entry, mapped = self._header[name], self._file.get_slice(name)
         if entry["dtype"] not in str_to_torch_dtype:
-            return self._file.get_slice(name)
-        return FileSlice(self._descriptor, self._start + entry["data_offsets"][0], entry["dtype"], entry["shape"])
+            return mapped
+        return FileSlice(mapped, self._descriptor, self._start + entry["data_offsets"][0], entry["shape"])
 
 
 class FileSlice:
     """A tensor in a file, which is read where it is indexed.
 
     Args:
+        mapped: safetensors' own.
         descriptor: of the open file.
         start: of the tensor in the file, in bytes.
-        dtype: safetensors' name.
         shape: of the tensor.
     """
 
-    def __init__(self, descriptor: int, start: int, dtype: str, shape: list[int]) -> None:
-        self._descriptor, self._start, self._name, self._shape = descriptor, start, dtype, shape
-        self._dtype = str_to_torch_dtype[dtype]
+    def __init__(self, mapped: Any, descriptor: int, start: int, shape: list[int]) -> None:
+        self._mapped, self._descriptor, self._start, self._shape = mapped, descriptor, start, shape
+        self._dtype = str_to_torch_dtype[mapped.get_dtype()]
 
     def get_shape(self) -> list[int]:
         """Of the whole tensor."""
@@ -71,17 +72,19 @@ class FileSlice:
 
     def get_dtype(self) -> str:
         """safetensors' name."""
-        return self._name
+        return self._mapped.get_dtype()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """A box, in memory of its own.
+        """A box in memory of its own, or a view of the mapped file if it is all of the tensor.
 
         Args:
             index: ``...``, a slice with step 1, or a tuple of such, as for a tensor.
         """
         spans = _spans(index, self._shape)
         sizes = [stop - start for start, stop in spans]
-        last = max((dim for dim, size in enumerate(self._shape) if sizes[dim] < size), default=0)
+        if sizes == self._shape:
+            return self._mapped[...]
+        last = max(dim for dim, size in enumerate(self._shape) if sizes[dim] < size)
         if last > 0 and math.prod(sizes[last:]) * self._dtype.itemsize < _SHORT:
             return self._read_by_rows(spans, sizes)
         return self._read(spans, sizes, last)
