@@ -1,5 +1,8 @@
 """The stages that make a model parallel, in their order, on one screen."""
 
+from types import MethodType
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +65,8 @@ def apply_stages(
         mark_as_unit(model, fsdp_mesh, config, mp_policy)
     else:
         apply_fsdp2(model, fsdp_mesh, config, mp_policy)
+    if isinstance(model, PreTrainedModel):
+        model.resize_token_embeddings = MethodType(_refuse_resizing, model)  # type: ignore[method-assign]
     if tp > 1 and not plan.measured:
         compare_first_gradients(model, tp_mesh)
     return model
@@ -74,6 +79,16 @@ def _check_whole(model: nn.Module) -> None:
             f"{class_names(model)[0]} was made parallel already ({done} is a DTensor); make a model parallel once, or "
             "build it again"
         )
+
+
+def _refuse_resizing(model: PreTrainedModel, *args: Any, **kwargs: Any) -> nn.Module:
+    if not args and not kwargs:
+        return type(model).resize_token_embeddings(model)  # what holds the embeddings, as they are
+    raise ValueError(
+        f"resize_token_embeddings of a {class_names(model)[0]} that was made parallel already (by from_pretrained in "
+        "configure_model, for example); build and resize the model in __init__ of the LightningModule, where it is "
+        "still whole"
+    )
 
 
 def _warn_of_ignored(config: FSDP2Config) -> None:

@@ -60,10 +60,11 @@ def check_complete(unit: Unit) -> None:
     """
     added = [name for name, p in unit.module.named_parameters(unit.name) if not isinstance(p, DTensor)]
     if added:
+        others = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise ValueError(
-            f"{added[0]} and {len(added) - 1} other parameters were added to a model that from_pretrained had made "
-            "parallel already (adapters of peft, for example), so they would be neither sharded nor reduced; build the "
-            "model and add to it in __init__ of the LightningModule, where it is still whole"
+            f"{added[0]}{others}: added to a model that was made parallel already (by from_pretrained in "
+            "configure_model, for example), so no rank would shard it or reduce its gradient; build and change the "
+            "model in __init__ of the LightningModule, where it is still whole"
         )
 
 

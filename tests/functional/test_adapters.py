@@ -10,6 +10,7 @@ from lightning_automodel.plans import derive_layout, select_plan
 from tests.functional.support import BOUND, SCHEDULE, build_llama
 from tests.harness.pool import Pool
 from tests.support.comparison import compare
+from tests.support.training import HIDDEN, Recorder, batches, make_trainer
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
@@ -85,3 +86,30 @@ def test_an_adapter_that_is_not_linear_is_refused(pool2: Pool) -> None:
     for message in pool2.run(refused):
         assert "model.layers.0.mlp (LlamaMLP) is summed over the tp ranks as a whole" in message
         assert "tanh is not a linear function of it" in message
+
+
+# ---- what comes too late ---------------------------------------------------------------------------------------------
+
+
+def too_late() -> list[str]:
+    """Runs on each rank: a new head, and more tokens, for a model that is parallel."""
+    module = Recorder()
+    make_trainer({"tp": 2}, max_steps=1).fit(module, batches(1))
+    changes = (
+        lambda: module.model.resize_token_embeddings(99),
+        lambda: setattr(module.model, "lm_head", nn.Linear(HIDDEN, 61)),
+        lambda: make_trainer({"tp": 2}, max_steps=1).fit(module, batches(1)),
+    )
+    messages = []
+    for change in changes:
+        try:
+            change()
+        except ValueError as problem:
+            messages.append(str(problem))
+    return messages
+
+
+def test_changes_of_a_parallel_model_are_refused(pool2: Pool) -> None:
+    for resize, head in pool2.run(too_late, trainer=True):
+        assert "resize_token_embeddings of a LlamaForCausalLM that was made parallel already" in resize
+        assert "model.lm_head.weight and 1 more: added to a model that was made parallel already" in head
