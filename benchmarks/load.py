@@ -139,7 +139,7 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
         "",
         f"`from_pretrained` of a Llama of {size / GB:.2f} GB (bf16, safetensors, in the page cache) on {RANKS} ranks,",
         "and a write to every weight. Medians over rounds of the worst rank. Memory is above what the process held",
-        "before: own memory is what no file backs; resident memory also counts pages of mapped files (the last row's).",
+        "before: own memory is what no file backs; resident memory also counts pages of mapped files.",
         "Megatron-FSDP shards parameters that have their values: a rank reads its slices of tp, and keeps its share of",
         "them afterwards.",
         "",
