@@ -7,6 +7,7 @@ spends outside of forward pass, backward pass, update and zeroing, measured insi
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import platform
 import statistics
@@ -25,7 +26,7 @@ import transformers
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
@@ -102,7 +103,9 @@ def describe() -> Iterator[str]:
         f"{torch.__version__}, lightning {L.__version__}, transformers {transformers.__version__}. Written by "
         "`python -m benchmarks.overhead --write`."
     )
-    if importlib.util.find_spec("nemo_automodel") is None:
+    if NEMO in WAYS:
+        yield f"nemo-automodel {importlib.metadata.version('nemo-automodel')}, installed without what it pins."
+    else:
         yield "nemo-automodel is not installed here and was not measured."
     yield ""
 
@@ -282,6 +285,17 @@ def by_transformers(size: Size, folder: str) -> float:
     return loop(LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32), size)
 
 
+def by_nemo(size: Size, folder: str) -> float:
+    """NVIDIA's parallelizer. It pins other versions of transformers and megatron-fsdp: ``pip install --no-deps``."""
+    from nemo_automodel.components.distributed.parallelizer import fsdp2_strategy_parallelize
+
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"))
+    model = fsdp2_strategy_parallelize(
+        make_model(size), mesh, mp_policy=MixedPrecisionPolicy(), enable_compile=size.compiled
+    )
+    return loop(model, size)
+
+
 def split_by_torch(model: Any, tp: DeviceMesh, dp: DeviceMesh, compiled: bool) -> nn.Module:
     """As torch's tutorials do: a style per projection, FSDP2 around blocks."""
     ends = {
@@ -323,7 +337,11 @@ WAYS: dict[str, Callable[[Size, str], float]] = {
     "transformers' DistributedConfig in a loop": by_transformers,
 }
 TRAINERS = (OURS, "Trainer + ModelParallelStrategy, same plan", "transformers' DistributedConfig in a loop")
-COMPILED = (OURS, LOOP, TORCH)
+COMPILED = [OURS, LOOP, TORCH]
+NEMO = "nemo-automodel's fsdp2_strategy_parallelize in a loop"
+if importlib.util.find_spec("nemo_automodel") is not None:
+    WAYS[NEMO] = by_nemo
+    COMPILED.append(NEMO)
 
 if __name__ == "__main__":
     from benchmarks import overhead  # by its own name: ranks must be able to import what they run

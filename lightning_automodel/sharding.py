@@ -35,8 +35,8 @@ from lightning_automodel.offloading import offload_policy_for
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
     """Shards ``model`` in place over the last axis of ``mesh``, and replicates the shards over the first of two axes.
 
-    Always applied, also on one data rank: every parameter is then a DTensor over the same mesh, which is what stock
-    clipping and stock fused optimizers need.
+    Also on one data rank, unless :func:`needs_no_sharding`: every parameter is then a DTensor over the same mesh, which
+    is what stock clipping and stock fused optimizers need.
 
     Raises:
         ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_automodel import DDPConfig, DDPStrategy
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
@@ -64,8 +65,8 @@ def dtypes() -> dict[str, Any]:
             logits = model(input_ids=ids).logits
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        pairs = zip(model.parameters(), exact.parameters(), strict=True)
-        errors = [((p.grad - q.grad).norm() / q.grad.norm()).item() for p, q in pairs]
+        of_both = ([to_local_if_dtensor(p.grad) for p in m.parameters()] for m in (model, exact))
+        errors = [((one - other).norm() / other.norm()).item() for one, other in zip(*of_both, strict=True)]
         found[name] = ((logits.dtype, *stream, *products.dtypes), max(errors))
     return found
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from transformers import AutoModelForCausalLM, modeling_utils
+from transformers import AutoModelForCausalLM
 
-from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
+from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy, file_slices
 from tests.harness.pool import Nursery, Pool
 from tests.support.subjects import save_families
 from tests.support.training import Recorder, batches, make_trainer, whole, whole_parameters, world_size
@@ -201,13 +201,13 @@ class Loading(Recorder):
 def load(path: Path, everywhere: bool) -> tuple[int, dict[str, Tensor], list[float]]:
     """Files that this rank opened, the weights before training, and losses."""
     opened = []
-    original = modeling_utils.safe_open
+    original = file_slices.safe_open
 
     def counting(file: str, *args: Any, **kwargs: Any) -> Any:
         opened.append(file)
         return original(file, *args, **kwargs)
 
-    modeling_utils.safe_open = counting
+    file_slices.safe_open = counting
     module = Loading(path)
     run = make_trainer(DDPStrategy(DDPConfig(read_weights_on_all_ranks=everywhere)), max_epochs=1)
     run.fit(module, batches(world_size()))
