@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,47 +23,26 @@ import lightning as L
 import torch
 import transformers
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed import DistributedConfig
 
-from lightning_automodel import FSDP2Config, FSDP2TPStrategy, parallelize
-from lightning_automodel.mesh import build_mesh, resolve_sizes
+from benchmarks._overhead_loops import (
+    WARM,
+    Size,
+    by_nemo,
+    by_our_loop,
+    by_torch_loop,
+    by_transformers,
+    make_batch,
+    make_model,
+    make_optimizer,
+    per_step,
+    split_by_torch,
+)
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from tests.harness.pool import Nursery, Pool
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
-WARM = 3
-VOCABULARY = 1024
-PLAN: dict[str, Any] = {
-    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-    "self_attn.o_proj": RowwiseParallel(),
-    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-    "mlp.down_proj": RowwiseParallel(),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """What is trained.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: number of blocks.
-        tokens: of the one row of a batch.
-        steps: of a run.
-        compiled: blocks go through ``torch.compile``.
-    """
-
-    hidden: int
-    layers: int
-    tokens: int
-    steps: int
-    compiled: bool = False
 
 
 SIZES = (Size(hidden=256, layers=8, tokens=256, steps=23), Size(hidden=1024, layers=4, tokens=256, steps=13))
@@ -135,28 +113,6 @@ def medians(pool: Pool, size: Size, ways: dict[str, Callable], rounds: int) -> d
                 seconds = pool.run(way, size, folder, trainer=name in TRAINERS, timeout=600)
                 runs[name].append(max(seconds))
     return {name: statistics.median(values) for name, values in runs.items()}
-
-
-def make_model(size: Size) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.hidden * 11 // 4,
-        num_hidden_layers=size.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def make_batch(size: Size) -> Tensor:
-    return torch.randint(VOCABULARY, (1, size.tokens), generator=torch.Generator().manual_seed(1))
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)  # the plans of others mix meshes
 
 
 # ---- ways, each returns seconds per step -----------------------------------------------------------------------------
@@ -266,65 +222,6 @@ def fit(module: Module, strategy: Any) -> float:
     batch = make_batch(module.size)
     trainer.fit(module, DataLoader([batch] * (module.size.steps + 1), batch_size=None))  # type: ignore[arg-type]
     return per_step(module.times)
-
-
-def by_our_loop(size: Size, folder: str) -> float:
-    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
-    return loop(parallelize(make_model(size), mesh, FSDP2Config(enable_compile=size.compiled)), size)
-
-
-def by_torch_loop(size: Size, folder: str) -> float:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    return loop(split_by_torch(make_model(size), mesh["tp"], mesh["dp"], size.compiled), size)
-
-
-def by_transformers(size: Size, folder: str) -> float:
-    config = DistributedConfig(tp_size=2)
-    # It asks for accelerate, and does not use it for one device per process.
-    transformers.integrations.accelerate.is_accelerate_available = lambda: True
-    return loop(LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32), size)
-
-
-def by_nemo(size: Size, folder: str) -> float:
-    """NVIDIA's parallelizer. It pins other versions of transformers and megatron-fsdp: ``pip install --no-deps``."""
-    from nemo_automodel.components.distributed.parallelizer import fsdp2_strategy_parallelize
-
-    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"))
-    model = fsdp2_strategy_parallelize(
-        make_model(size), mesh, mp_policy=MixedPrecisionPolicy(), enable_compile=size.compiled
-    )
-    return loop(model, size)
-
-
-def split_by_torch(model: Any, tp: DeviceMesh, dp: DeviceMesh, compiled: bool) -> nn.Module:
-    """As torch's tutorials do: a style per projection, FSDP2 around blocks."""
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, tp, ends)
-    for layer in model.model.layers:
-        parallelize_module(layer, tp, PLAN)
-        if compiled:
-            layer.compile()
-        fully_shard(layer, mesh=dp)
-    return fully_shard(model, mesh=dp)
-
-
-def loop(model: Any, size: Size) -> float:
-    optimizer, ids = make_optimizer(model.train()), make_batch(size)
-    times = []
-    for _ in range(size.steps + 1):
-        times.append(time.perf_counter())
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return per_step(times)
-
-
-def per_step(times: list[float]) -> float:
-    steps = [after - before for before, after in pairwise(times)]
-    return statistics.median(steps[WARM:])
 
 
 OURS, LOOP = "Trainer + FSDP2TPStrategy", "parallelize() in a loop"
