@@ -52,12 +52,13 @@ TARGETS = {256: 1.3, 1024: 1.08}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each way")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks, here and of the hand-written loop")
+    parser.add_argument("--compile", action="store_true", help="also with compiled blocks, here and in the loops of others")
     parser.add_argument("--smoke", action="store_true", help="one short run of each way: does it run?")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     arguments = parser.parse_args()
     sizes = [Size(hidden=64, layers=2, tokens=32, steps=WARM + 2)] if arguments.smoke else list(SIZES)
-    sizes = [Size(**{**vars(size), "compiled": arguments.compile}) for size in sizes]
+    if arguments.compile:
+        sizes += [Size(**{**vars(size), "compiled": True}) for size in sizes]
     lines = list(describe())
     print("\n".join(lines), flush=True)
     nursery = Nursery()
@@ -79,7 +80,7 @@ def describe() -> Iterator[str]:
     yield (
         f"One row per batch, float32, SGD, 2 ranks with one thread each on CPU ({platform.machine()}), torch "
         f"{torch.__version__}, lightning {L.__version__}, transformers {transformers.__version__}. Written by "
-        "`python -m benchmarks.overhead --write`."
+        "`python -m benchmarks.overhead --compile --write`."
     )
     if NEMO in WAYS:
         yield f"nemo-automodel {importlib.metadata.version('nemo-automodel')}, installed without what it pins."
