@@ -52,7 +52,7 @@ TARGETS = {256: 1.3, 1024: 1.08}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each way")
-    parser.add_argument("--compile", action="store_true", help="also with compiled blocks, here and in the loops of others")
+    parser.add_argument("--compile", action="store_true", help="also with compiled blocks")
     parser.add_argument("--smoke", action="store_true", help="one short run of each way: does it run?")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     arguments = parser.parse_args()
