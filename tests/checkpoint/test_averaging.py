@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Wei
 from torch import Tensor
 
 from tests.harness.pool import Nursery, Pool
+from tests.support.marks import with_long
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
 
 
@@ -29,7 +30,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((value - other[name]).abs().max()) for name, value in one.items())
 
 
-@pytest.mark.parametrize("kind", [WeightAveraging, EMAWeightAveraging])
+@pytest.mark.parametrize("kind", with_long([WeightAveraging, EMAWeightAveraging], WeightAveraging))
 def test_averages_are_those_of_one_device(nursery: Nursery, pool2: Pool, tmp_path: Path, kind: type) -> None:
     one = Pool(nursery, 1).run(run, "auto", kind, tmp_path / "one", 2, trainer=True)[0]
     sizes: dict[str, Any]

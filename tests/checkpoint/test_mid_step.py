@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
 from tests.harness.pool import Nursery, Pool
+from tests.support.marks import with_long
 from tests.support.training import GLOBAL_BATCH, Recorder, make_trainer, rows, whole_parameters, world_size
 
 ACCUMULATE = 3
@@ -77,7 +78,7 @@ def pools(nursery: Nursery, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
     return {1: Pool(nursery, 1), 2: pool2, 4: pool4}
 
 
-@pytest.mark.parametrize("source", list(LAYOUTS))
+@pytest.mark.parametrize("source", with_long(LAYOUTS, "dp_replicate=2", "DDP"))
 def test_it_goes_on_in_any_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
     """Two of three micro-batches are through, in the second epoch. Every layout is resumed from two others."""
     check(pools, tmp_path, source, follow(source)[:3])

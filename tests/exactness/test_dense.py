@@ -1,6 +1,7 @@
 """Llama and Qwen3, tied and untied, on every layout of two and four ranks."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.support.comparison import Schedule, compare
+from tests.support.marks import with_long
 
 BOUND = 1e-5
 SIZES = dict(
@@ -50,9 +52,10 @@ def errors(family: str, tied: bool, world: int) -> dict[str, tuple[float, str]]:
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "family", "tied"),
+    with_long(product([2, 4], ["llama", "qwen3"], [True, False]), (4, "llama", False), (4, "qwen3", True)),
+)
 def test_layout_equals_one_process(family: str, tied: bool, world: int, pool2: Pool, pool4: Pool) -> None:
     pool = {2: pool2, 4: pool4}[world]
     for result in pool.run(errors, family, tied, world):

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_automodel.strategies.files import StagedCheckpointIO
 from tests.faults.chains import STEPS, Story, train
 from tests.harness.pool import Pool
+from tests.support.marks import with_long
 from tests.support.training import make_trainer
 
 BALLAST = "ballast"
@@ -83,9 +84,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long if case in ("full", "read-only") else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", with_long(CASES, "full", "read-only"))
 def test_the_checkpoint_before_is_there(pool2: Pool, tmp_path: Path, disk: Path, case: str) -> None:
     arguments, how, message = CASES[case]
     journal = tmp_path / "journal"

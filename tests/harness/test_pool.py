@@ -190,6 +190,7 @@ def test_no_process_outlives_the_pool() -> None:
     assert await_end(pids) == []
 
 
+@pytest.mark.long
 def test_no_process_outlives_a_killed_pytest(tmp_path: Path) -> None:
     scratch, pid_files = tmp_path / "scratch", tmp_path / "pids"
     scratch.mkdir()

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.harness.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.subjects import (
     FAMILIES,
     UNEVEN,
@@ -54,7 +55,7 @@ def expected(models: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFa
     return Pool(nursery, 1).run(train, None, models, tmp_path_factory.mktemp("one"), CASES, trainer=True)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_long(LAYOUTS, "megatron0-dp2", "megatron1-dp2", "megatron2-dp2-tp2"))
 def test_everything_equals_one_process(
     layout: str, expected: dict[str, Any], models: Path, nursery: Nursery, tmp_path: Path
 ) -> None:
