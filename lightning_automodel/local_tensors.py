@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_automodel._compat.dtensor import is_shared
 from lightning_automodel.blocks import find_blocks, find_large_ends, outermost
 from lightning_automodel.calls import Context, keep_for_recomputation
 from lightning_automodel.collectives import copy_in
@@ -37,7 +38,7 @@ class _LocalTensor:
     stream: Stream | None
     """the gradient is a partial sum only while this stream is cut"""
     sum_over: ProcessGroup | None
-    """where partial gradients are summed as they come; ``None``: FSDP2 sums them when it reduces"""
+    """where partial gradients are summed as they come; ``None``: FSDP2 copies all gradients, and sums them"""
 
 
 def install_local_tensors(
@@ -140,11 +141,30 @@ def _swap_out(swapped: _Swapped) -> None:
 def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
     partial = entry.stream is not None and entry.stream.length is not None
     gradient = Partial() if partial else entry.gradient
-    if gradient.is_partial() and entry.sum_over is not None:
+    if entry.sum_over is None:
+        local = parameter.to_local(grad_placements=[gradient])
+    elif gradient.is_partial():
         local = copy_in(parameter.to_local(grad_placements=[Replicate()]), entry.sum_over)
     else:
         local = parameter.to_local(grad_placements=[gradient])
+        local = _OwnGradient.apply(local) if local.requires_grad else local
     if entry.rows is not None:
         return local.narrow(0, *entry.rows)
     # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.
     return local * 0 if entry.zero else local
+
+
+class _OwnGradient(torch.autograd.Function):
+    """What arrives becomes ``parameter.grad``, which is added to and scaled in place.
+
+    For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one), or that lies
+    differently in memory. Of a DTensor it sees the wrapper only, which is always new.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone(memory_format=torch.contiguous_format) if is_shared(grad) else grad.contiguous()

@@ -1,4 +1,4 @@
-"""DTensors whose memory is not on the device of their mesh: shards that wait on the host."""
+"""DTensors whose memory is not on the device of their mesh: shards that wait on the host. Who holds a gradient."""
 
 from collections.abc import Callable
 
@@ -25,6 +25,14 @@ def dtensor_from(
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor with the mesh, placements and shape of ``like``; dtype and device are those of ``local``."""
     return dtensor_from(local.contiguous(), like.device_mesh, tuple(like.placements), like.shape, like.stride())
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Whether autograd may hand ``gradient`` to another function as well, or somebody keeps it. torch counts references
+    for its own leaves, and tells others in private (2.13; of an older one, all are taken for shared).
+    """
+    count = getattr(gradient, "_use_count", None)
+    return count is None or count() > 1
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -67,6 +67,17 @@ class Uncalled(FeedForward):
         return functional.linear(functional.gelu(self.up(x)), self.down.weight, self.down.bias)
 
 
+class Composed(FeedForward):
+    """Both terms of a matrix have one gradient, which is added to by the next micro-batch and scaled by clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delta = nn.Parameter(torch.randn(INNER, WIDTH) / 9)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(functional.linear(x, self.up.weight + self.delta, self.up.bias)))
+
+
 class Bare(FeedForward):
     """Parameters without modules."""
 
@@ -184,7 +195,10 @@ def build(kind: type[FeedForward]) -> nn.Module:
     return model
 
 
-SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled, Between)} | {Bare: BARE}
+SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled, Between)} | {
+    Composed: {**PLAN, "blocks.*.ffn.delta": "colwise"},
+    Bare: BARE,
+}
 NO_SUMS = {
     OwnInput: "add adds to it what every rank has",
     OwnInputBehindNorm: "add adds to it what every rank has",
