@@ -57,7 +57,7 @@ def _is_whole(parameter: nn.Parameter, axis: str) -> bool:
 
 
 def _compare(gradients: Mapping[str, Tensor], tp_mesh: DeviceMesh) -> None:
-    found = torch.stack([torch.stack([g.double().norm(), g.double().sum()]).float() for g in gradients.values()])
+    found = torch.stack([_norm_and_sum(g) for g in gradients.values()])
     size = found.new_tensor([max(g.numel(), 1) for g in gradients.values()]).sqrt()
     ranks = [torch.empty_like(found) for _ in range(tp_mesh.size())]
     dist.all_gather(ranks, found, group=tp_mesh.get_group())
@@ -76,3 +76,9 @@ def _compare(gradients: Mapping[str, Tensor], tp_mesh: DeviceMesh) -> None:
             "'replicated_with_grad_allreduce'; if not, what is drawn at random differs between the ranks, or a module "
             "uses the matrix of a split one without calling it"
         )
+
+
+def _norm_and_sum(gradient: Tensor) -> Tensor:
+    """In float32, to which a reduction adds up without a copy of the gradient: it may be that of a whole embedding."""
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return torch.stack([norm, gradient.sum(dtype=torch.float32)])
