@@ -140,7 +140,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         check_levers_of_blocks(self.config, [unit.module for unit in units])
         for unit in units:
             if unit.is_sharded:
-                check_complete(unit)
+                check_complete(unit, self.config.tower_policy)
                 self._check_mesh(unit)
                 continue
             self._parallelize(unit.module)
@@ -150,10 +150,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 materialize(unit.module, self.root_device)
 
     def _check_mesh(self, unit: Unit) -> None:
-        parameter = next(unit.module.parameters())
-        assert isinstance(parameter, DTensor)
-        mesh = parameter.device_mesh
-        if root_mesh(mesh) != self.device_mesh:
+        mesh = next((p.device_mesh for p in unit.module.parameters() if isinstance(p, DTensor)), None)
+        if mesh is not None and root_mesh(mesh) != self.device_mesh:
             raise ValueError(
                 f"{unit.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
                 "build a new LightningModule, or use the trainer that made it parallel"

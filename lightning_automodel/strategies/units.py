@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import OptimizedModule
-from lightning_automodel.blocks import CONTAINERS, find_blocks
+from lightning_automodel.blocks import CONTAINERS, find_blocks, find_towers, outermost
 from lightning_automodel.config import LEVERS_OF_BLOCKS, DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_automodel.logs import warn_once
 
@@ -52,17 +52,23 @@ def unwrap_compiled(root: nn.Module) -> None:
                 setattr(parent, name, child._orig_mod)
 
 
-def check_complete(unit: Unit) -> None:
+def check_complete(unit: Unit, tower_policy: str) -> None:
     """Checks that nothing was added to a unit after it was made parallel, which no rank would gather or reduce.
+
+    Args:
+        unit: made parallel before.
+        tower_policy: of its config; "replicate" leaves the parameters of towers as they are.
 
     Raises:
         ValueError: naming a parameter, and where to build instead.
     """
-    added = [name for name, p in unit.module.named_parameters(unit.name) if not isinstance(p, DTensor)]
+    towers = list(find_towers(unit.module)) if tower_policy == "replicate" else []
+    plain = [name for name, p in unit.module.named_parameters() if not isinstance(p, DTensor)]
+    added = [name for name in plain if outermost(towers, name) is None]
     if added:
         others = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise ValueError(
-            f"{added[0]}{others}: added to a model that was made parallel already (by from_pretrained in "
+            f"{unit.name}.{added[0]}{others}: added to a model that was made parallel already (by from_pretrained in "
             "configure_model, for example), so no rank would shard it or reduce its gradient; build and change the "
             "model in __init__ of the LightningModule, where it is still whole"
         )

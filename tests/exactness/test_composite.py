@@ -11,6 +11,8 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from tests.harness.pool import Pool
 from tests.support.comparison import Batch, Schedule, compare
+from tests.support.training import Recorder, make_trainer, world_size
+from tests.support.training import batches as text
 
 IMAGE, PATCHES = 100, 4
 
@@ -116,3 +118,24 @@ def refusal(early: bool) -> str:
 def test_a_replicated_tower_must_be_frozen(early: bool, pool2: Pool) -> None:
     for message in pool2.run(refusal, early):
         assert "is for frozen towers, but model.vision_tower (CLIPVisionModel) has parameters that train" in message
+
+
+class Described(Recorder):
+    """Text for the language model, and a frozen tower."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build()
+
+
+def losses_of_two_calls() -> list[float]:
+    """Runs on each rank."""
+    module = Described()
+    for _ in range(2):
+        make_trainer({"config": FSDP2Config(tower_policy="replicate")}, max_steps=1).fit(module, text(world_size()))
+    return module.losses
+
+
+def test_a_replicated_tower_stays_so_in_the_next_call(pool2: Pool) -> None:
+    for found in pool2.run(losses_of_two_calls, trainer=True):
+        assert len(found) == 2
