@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+from io import FileIO
 from typing import Any
 
 import torch
@@ -29,16 +30,16 @@ class SlicedFile:
 
     def __init__(self, filename: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         self._file = safe_open(filename, *args, **options)  # checks the header, too
-        self._descriptor = os.open(filename, os.O_RDONLY)
-        size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        self._header = json.loads(os.pread(self._descriptor, size, 8))
+        self._bytes = open(filename, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+        size = int.from_bytes(self._bytes.read(8), "little")
+        self._header = json.loads(os.pread(self._bytes.fileno(), size, 8))
         self._start = 8 + size
 
     def __enter__(self) -> "SlicedFile":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        os.close(self._descriptor)
+        self._bytes.close()
         self._file.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +50,7 @@ class SlicedFile:
         entry, mapped = self._header[name], self._file.get_slice(name)
         if entry["dtype"] not in str_to_torch_dtype:
             return mapped
-        return FileSlice(mapped, self._descriptor, self._start + entry["data_offsets"][0], entry["shape"])
+        return FileSlice(mapped, self._bytes, self._start + entry["data_offsets"][0], entry["shape"])
 
 
 class FileSlice:
@@ -57,13 +58,13 @@ class FileSlice:
 
     Args:
         mapped: safetensors' own.
-        descriptor: of the open file.
+        file: open; no slice is read when it is closed.
         start: of the tensor in the file, in bytes.
         shape: of the tensor.
     """
 
-    def __init__(self, mapped: Any, descriptor: int, start: int, shape: list[int]) -> None:
-        self._mapped, self._descriptor, self._start, self._shape = mapped, descriptor, start, shape
+    def __init__(self, mapped: Any, file: FileIO, start: int, shape: list[int]) -> None:
+        self._mapped, self._bytes, self._start, self._shape = mapped, file, start, shape
         self._dtype = str_to_torch_dtype[mapped.get_dtype()]
 
     def get_shape(self) -> list[int]:
@@ -98,7 +99,7 @@ class FileSlice:
         steps = (range(0, size * stride, stride) for size, stride in zip(sizes[:last], strides, strict=False))
         target = result.numpy().data
         for begin, offsets in zip(range(0, len(target), length or 1), itertools.product(*steps), strict=bool(length)):
-            _read_into(self._descriptor, target[begin : begin + length], first + sum(offsets))
+            _read_into(self._bytes.fileno(), target[begin : begin + length], first + sum(offsets))
         return result.view(self._dtype).view(sizes)
 
     def _read_by_rows(self, spans: list[Span], sizes: list[int]) -> Tensor:
@@ -106,7 +107,7 @@ class FileSlice:
         others = [(0, size) for size in self._shape[1:]]
         box = tuple(slice(*span) for span in spans[1:])
         (first, stop), row = spans[0], math.prod(self._shape[1:]) * self._dtype.itemsize
-        count = max(1, _BLOCK // row)
+        count = max(1, _BLOCK // max(1, row))
         for begin in range(first, stop, count):
             end = min(begin + count, stop)
             rows = self._read([(begin, end), *others], [end - begin, *self._shape[1:]], last=0)

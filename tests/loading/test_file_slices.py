@@ -21,6 +21,7 @@ TENSORS = {
     "vector": torch.arange(9),
     "scalar": torch.tensor(3.0),
     "empty": torch.empty(0, 4),
+    "empty inside": torch.empty(2, 0, 3),
 }
 
 
@@ -80,3 +81,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(file: SlicedFile, tmp_
     os.truncate(tmp_path / "x.safetensors", 1000)
     with pytest.raises(OSError, match="ends at byte"):
         file.get_slice("matrix")[0:299]
+
+
+def test_a_closed_file_is_not_read(file: SlicedFile, tmp_path: Path) -> None:
+    """Its descriptor is that of the next file that is opened."""
+    unread = file.get_slice("matrix")
+    file.__exit__(None, None, None)
+    with (tmp_path / "x.safetensors").open("rb"), pytest.raises(ValueError, match="closed file"):
+        unread[0:299]
