@@ -65,6 +65,7 @@ _MOVE = {  # elements of one tensor, or all of its dtype
     *("take_along_dim", "take_along_axis", "roll", "flip", "repeat", "repeat_interleave", "tril", "triu", "diagonal"),
     *("requires_grad_", "retain_grad", "register_hook", "__get__", "__set__", "__deepcopy__", "zero_", "squeeze_"),
     *("unsqueeze_", "moveaxis", "adjoint", "masked_select", "unfold", "as_strided", "record_stream", "pin_memory"),
+    *("ravel", "hsplit", "vsplit", "dsplit", "fliplr", "flipud", "rot90", "atleast_1d", "atleast_2d", "atleast_3d"),
 }
 _ADD_UP = {"sum", "mean", "cumsum", "neg", "__neg__", "negative", "positive", "__pos__", "trace"}
 _DROP = {"dropout", "dropout_", "feature_dropout", "dropout1d", "dropout2d", "dropout3d"}  # ranks draw the same mask
@@ -77,12 +78,12 @@ _JOIN = {
 _FILL = {"__setitem__", "where", "masked_fill", "masked_fill_", "pad", "fill_"}
 _MULTIPLY = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 _DIVIDE = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
-_PRODUCT = {
-    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "einsum", "linear", "conv1d", "conv2d", "tensordot"),
+_WITH_BIAS = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+_PRODUCT = _WITH_BIAS | {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "einsum", "tensordot"),
     *("_grouped_mm", "grouped_mm", "inner", "outer", "dot"),
 }
 _ADD_PRODUCT = {"addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addmv"}
-_WITH_BIAS = {"linear", "conv1d", "conv2d"}
 _WRITE = {"copy_", "fill_", "zero_"}
 _READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "equal", "allclose"}
 

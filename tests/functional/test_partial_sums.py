@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.linearity import Kind, NotASumError, kind_of_result, mark
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from tests.functional.support import BOUND, SCHEDULE
@@ -256,6 +257,16 @@ def test_what_is_no_sum_is_refused(pool2: Pool) -> None:
             assert f"blocks.0.ffn ({kind.__name__}) is summed over the tp ranks" in found[kind.__name__], kind
             assert problem in found[kind.__name__], kind
             assert "'blocks.*.ffn': 'separate'" in found[kind.__name__], kind
+
+
+def test_what_moves_elements_or_multiplies_by_a_whole_matrix_keeps_a_term() -> None:
+    term = torch.ones(2, 4)
+    mark(term, Kind.PARTIAL)
+    for name in ("ravel", "hsplit", "rot90", "fliplr", "atleast_3d", "conv3d", "conv_transpose1d"):
+        operands = (term, torch.ones(4)) if name.startswith("conv") else (term,)
+        assert kind_of_result(name, operands, {}, lambda value: False) is Kind.PARTIAL, name
+    with pytest.raises(NotASumError, match="adds to it what every rank has"):
+        kind_of_result("conv3d", (term, torch.ones(4), torch.ones(2)), {}, lambda value: False)
 
 
 def difference() -> str:
