@@ -6,7 +6,7 @@ the backward pass puts them there again.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class _LocalTensor:
     stream: Stream | None
     """the gradient is a partial sum only while this stream is cut"""
     sum_over: ProcessGroup | None
-    """where partial gradients are summed as they come; ``None``: FSDP2 copies all gradients, and sums them"""
+    """where partial gradients are summed as they come; ``None``: FSDP2 copies all gradients, and sums partial ones"""
 
 
 def install_local_tensors(
@@ -69,8 +69,7 @@ def install_local_tensors(
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
                 stream = (streams or {}).get(unit) if parameter_layout.sliced else None
-                entry = _local_tensor(module, name, parameter_layout, tp_mesh, stream)
-                units[unit].append(replace(entry, sum_over=tp_mesh.get_group()) if is_final else entry)
+                units[unit].append(_local_tensor(module, name, parameter_layout, tp_mesh, stream, is_final))
     for name, tensors in units.items():
         unit_module = model.get_submodule(name)
         setattr(unit_module, _LOCAL_TENSORS, tensors)
@@ -80,13 +79,14 @@ def install_local_tensors(
 
 
 def _local_tensor(
-    module: nn.Module, name: str, layout: ParameterLayout, tp_mesh: DeviceMesh, stream: Stream | None
+    module: nn.Module, name: str, layout: ParameterLayout, tp_mesh: DeviceMesh, stream: Stream | None, is_final: bool
 ) -> _LocalTensor:
     rank, rows = tp_mesh.get_local_rank(), None
+    sum_over = tp_mesh.get_group() if is_final else None
     if layout.shared_heads:
         per_head = module.get_parameter(name).shape[0] // layout.shared_heads
         rows = (rank * layout.shared_heads // tp_mesh.size() * per_head, per_head)
-    return _LocalTensor(module, name, layout.gradient, layout.on_first_rank and rank != 0, rows, stream, None)
+    return _LocalTensor(module, name, layout.gradient, layout.on_first_rank and rank != 0, rows, stream, sum_over)
 
 
 def _enter_unit(unit: nn.Module, args: tuple) -> None:
@@ -141,13 +141,12 @@ def _swap_out(swapped: _Swapped) -> None:
 def _to_local(parameter: DTensor, entry: _LocalTensor) -> Tensor:
     partial = entry.stream is not None and entry.stream.length is not None
     gradient = Partial() if partial else entry.gradient
-    if entry.sum_over is None:
-        local = parameter.to_local(grad_placements=[gradient])
-    elif gradient.is_partial():
+    if entry.sum_over is not None and gradient.is_partial():
         local = copy_in(parameter.to_local(grad_placements=[Replicate()]), entry.sum_over)
     else:
         local = parameter.to_local(grad_placements=[gradient])
-        local = _OwnGradient.apply(local) if local.requires_grad else local
+        if entry.sum_over is not None and local.requires_grad:
+            local = _OwnGradient.apply(local)
     if entry.rows is not None:
         return local.narrow(0, *entry.rows)
     # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the reduction.
