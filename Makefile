@@ -5,10 +5,12 @@ PYTEST_ARGS ?=
 BENCH ?=
 MOMENTS ?= 50
 SEED ?= $(shell date +%s)
+TORCH ?= 2.15.0
 
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+OTHER := .venv-torch-$(TORCH)
 
 # One thread: the ranks of a test share the cores. Offline: tests build their own tiny models.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long faults lint format bench quickstart clean
+.PHONY: help venv test test-gpu test-long test-torch faults lint format bench quickstart clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +41,15 @@ test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
 test-long: $(STAMP) ## run the tests that take minutes, such as a resume from every layout in every other
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
+test-torch: $(OTHER)/.installed ## run the tests with another torch, in an environment of its own; TORCH=2.15.0
+	$(OTHER)/bin/python -m pytest $(PYTEST_ARGS)
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet -e '.[dev]' torch==$(TORCH) -c $(OTHER)/constraints.txt
+	@touch $@
+
 faults: $(STAMP) ## all that can go wrong, with 50 kills at random moments; MOMENTS=100, SEED=7 (it prints one)
 	FAULT_MOMENTS=$(MOMENTS) FAULT_SEED=$(SEED) $(BIN)/python -m pytest tests/faults -m "long or not long" -s $(PYTEST_ARGS)
 
@@ -58,5 +69,5 @@ quickstart: $(STAMP) ## train a tiny model on two processes of this machine
 	$(BIN)/python -m examples.quickstart
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,6 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lightning_automodel.blocks import find_blocks
+from benchmarks._measure import Document
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.parallelizer import parallelize
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "activation_memory.md"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 64},
@@ -46,22 +45,18 @@ MIB = 2**20
 
 
 def main() -> None:
+    document = Document("activation_memory.md")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=1024, help="tokens")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    document.add_flag(parser)
     arguments = parser.parse_args()
-    lines = [*describe(arguments.length), ""]
-    print("\n".join(lines), flush=True)
+    document.add([*describe(arguments.length), ""])
     nursery = Nursery()
     try:
-        for row in rows(Pool(nursery, 2), arguments.length):
-            print(row, flush=True)
-            lines.append(row)
+        document.add(rows(Pool(nursery, 2), arguments.length))
     finally:
         nursery.close()
-    if arguments.write:
-        DOCUMENT.parent.mkdir(exist_ok=True)
-        DOCUMENT.write_text("\n".join(lines) + "\n")
+    document.finish(arguments.write)
 
 
 def describe(length: int) -> list[str]:

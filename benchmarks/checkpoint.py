@@ -21,10 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaForCausalLM
 
-from benchmarks._ranks import Memory, config, describe_machine, timed
+from benchmarks._measure import Memory, describe_machine, timed
+from benchmarks._model_on_disk import config
 from lightning_automodel import FSDP2TPStrategy
-from lightning_automodel.shards import local_tensor
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.distributed.shards import local_tensor
+from lightning_automodel.testing.pool import Nursery, Pool
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "checkpoint_times.md"
 RANKS = 4

@@ -14,7 +14,6 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,34 +26,31 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from benchmarks._lever_rows import DEVICE, HERE, LEVERS, RANKS, Lever, model_config
+from benchmarks._measure import Document, medians
 from lightning_automodel import FSDP2Config, parallelize
+from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
-from lightning_automodel.shards import local_tensor
-from tests.harness.pool import Nursery, Pool
-from tests.levers.collectives import Collectives
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.parallel.levers.collectives import Collectives
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / ("levers.md" if DEVICE == "cpu" else "levers_cuda.md")
 MIB = 2**20
 WARM = 2
 
 
 def main() -> None:
+    document = Document("levers.md" if DEVICE == "cpu" else "levers_cuda.md")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--only", default="", help="rows whose names contain this, and the defaults")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    document.add_flag(parser)
     arguments = parser.parse_args()
     nursery = Nursery()
-    lines = [*describe()]
-    print("\n".join(lines), flush=True)
+    document.add(describe())
     try:
-        for line in table(Pool(nursery, RANKS), arguments.rounds, arguments.only):
-            print(line, flush=True)
-            lines.append(line)
+        document.add(table(Pool(nursery, RANKS), arguments.rounds, arguments.only))
     finally:
         nursery.close()
-    if arguments.write:
-        DOCUMENT.write_text("\n".join([*lines, "", "## When to use them", "", *sentences()]) + "\n")
+    document.finish(arguments.write, "", "## When to use them", "", *sentences())
 
 
 def describe() -> Iterator[str]:
@@ -110,7 +106,7 @@ def table(pool: Pool, rounds: int, only: str) -> Iterator[str]:
                 found[name].append(pool.run(measure, layout, lever, timeout=600, trainer=DEVICE == "cuda")[0])
         if not found:
             continue
-        base = {key: statistics.median(run[key] for run in found["default"]) for key in found["default"][0]}
+        base = medians(found["default"])
         for name, runs in found.items():
             seconds = statistics.median(run["seconds"] for run in runs)
             peak, count, moved = (runs[0][key] for key in ("peak", "count", "bytes"))

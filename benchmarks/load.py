@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,14 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks._ranks import GB, Memory, describe_machine, write_model
+from benchmarks._measure import Memory, describe_machine, medians
+from benchmarks._model_on_disk import GB, write_model
 from lightning_automodel.config import MegatronFSDPConfig
+from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading import sharded_loading
-from lightning_automodel.megatron import building
-from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.mesh import DP_SHARD, TP, Axes, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallel.megatron_fsdp import building
 from lightning_automodel.parallelizer import parallelize
-from lightning_automodel.shards import local_tensor
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support import cuda_on_cpu
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loading.md"
@@ -84,12 +84,13 @@ def load_sharded(directory: str, **sizes: int) -> torch.nn.Module:
 
 def load_for_megatron(directory: str, tp: int) -> torch.nn.Module:
     """As under MegatronFSDPStrategy: the library shards what has its values."""
-    from lightning_automodel.megatron.sharded import ShardedModules
+    from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 
     cuda_on_cpu.install()
     mesh = build_mesh(resolve_sizes(RANKS, tp=tp), "cpu")
     tp_mesh, config, dtypes = axis(mesh, TP), MegatronFSDPConfig(), building.Dtypes(main=None)
-    with sharded_loading(lambda model: building.split(model, tp_mesh, config), torch.device("cpu")):
+    axes = Axes(tp=tp_mesh, data=axis(mesh, DP_SHARD))
+    with sharded_loading(lambda model: building.split(model, axes, config), torch.device("cpu")):
         model = AutoModelForCausalLM.from_pretrained(directory)
     building.finish_split(model, tp_mesh, dtypes)
     ShardedModules([model], axis(mesh, DP_SHARD), tp_mesh, config, dtypes, torch.device("cpu"))
@@ -147,7 +148,7 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for name, values in rounds.items():
-        cell = {key: median(value[key] for value in values) for key in values[0]}
+        cell = medians(values)
         bound = cell["share"] + cell["largest"]
         result.append(
             f"| {name} | {cell['seconds']:.2f} | {cell['own'] / GB:.3f} GB | {cell['resident'] / GB:.3f} GB | "

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from benchmarks._measure import Document, forget_peak, status
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
-from lightning_automodel.collectives import copy_in, shard_bounds
-from lightning_automodel.heads import causal_lm_loss
-from lightning_automodel.sliced_logits import join_slices
+from lightning_automodel.distributed.collectives import copy_in, shard_bounds
+from lightning_automodel.loss.install import causal_lm_loss
+from lightning_automodel.loss.sharded_logits import join_slices
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loss_memory.md"
 GIB = 2**30
 VARIANTS = {
     "plain": "transformers' loss of whole logits",
@@ -66,7 +65,8 @@ class Task:
 
 
 def main() -> None:
-    arguments = parse()
+    document = Document("loss_memory.md")
+    arguments = parse(document)
     if arguments.one:
         print(json.dumps(measure(Task(**json.loads(arguments.one)))))
         return
@@ -79,24 +79,19 @@ def main() -> None:
         dtype=arguments.dtype,
         device=arguments.device,
     )
-    lines = [*describe(arguments), ""]
-    print("\n".join(lines), flush=True)
-    for row in rows(template, arguments.memory * GIB):
-        print(row, flush=True)
-        lines.append(row)
-    if arguments.write:
-        DOCUMENT.parent.mkdir(exist_ok=True)
-        DOCUMENT.write_text("\n".join(lines) + "\n")
+    document.add([*describe(arguments), ""])
+    document.add(rows(template, arguments.memory * GIB))
+    document.finish(arguments.write)
 
 
-def parse() -> argparse.Namespace:
+def parse(document: Document) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=list(GRIDS), default="cpu")
     parser.add_argument("--hidden", type=int, help="width of the model; 512 on cpu, 4096 on cuda")
     parser.add_argument("--dtype", help="float32 on cpu, bfloat16 on cuda")
     parser.add_argument("--chunk", type=int, help="tokens per chunk; 256 on cpu, 1024 on cuda")
     parser.add_argument("--memory", type=float, default=8, help="GiB; what would need more is left out")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    document.add_flag(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     on_cpu = arguments.device == "cpu"
@@ -241,18 +236,12 @@ def reset_peak(device: str) -> int:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     return status("VmRSS")
 
 
 def peak(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else status("VmHWM")
-
-
-def status(field: str) -> int:
-    """Bytes, of Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -26,6 +25,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks._measure import Document
 from benchmarks._overhead_loops import (
     WARM,
     Size,
@@ -40,36 +40,30 @@ from benchmarks._overhead_loops import (
     split_by_torch,
 )
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from tests.harness.pool import Nursery, Pool
-
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
-
+from lightning_automodel.testing.pool import Nursery, Pool
 
 SIZES = (Size(hidden=256, layers=8, tokens=256, steps=23), Size(hidden=1024, layers=4, tokens=256, steps=13))
 TARGETS = {256: 1.3, 1024: 1.08}
 
 
 def main() -> None:
+    document = Document("overhead.md")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each way")
     parser.add_argument("--compile", action="store_true", help="also with compiled blocks")
     parser.add_argument("--smoke", action="store_true", help="one short run of each way: does it run?")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    document.add_flag(parser)
     arguments = parser.parse_args()
     sizes = [Size(hidden=64, layers=2, tokens=32, steps=WARM + 2)] if arguments.smoke else list(SIZES)
     if arguments.compile:
         sizes += [Size(**{**vars(size), "compiled": True}) for size in sizes]
-    lines = list(describe())
-    print("\n".join(lines), flush=True)
+    document.add(describe())
     nursery = Nursery()
     try:
-        for line in table(Pool(nursery, 2), sizes, 1 if arguments.smoke else arguments.rounds):
-            print(line, flush=True)
-            lines.append(line)
+        document.add(table(Pool(nursery, 2), sizes, 1 if arguments.smoke else arguments.rounds))
     finally:
         nursery.close()
-    if arguments.write:
-        DOCUMENT.write_text("\n".join(lines) + "\n")
+    document.finish(arguments.write)
 
 
 def describe() -> Iterator[str]:
@@ -94,7 +88,7 @@ def table(pool: Pool, sizes: list[Size], rounds: int) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for size in sizes:
         ways = {name: way for name, way in WAYS.items() if not size.compiled or name in COMPILED}
-        found = medians(pool, size, ways, rounds)
+        found = medians_of(pool, size, ways, rounds)
         ours = found[OURS]
         for name, seconds in found.items():
             label = f"{size.hidden} x {size.layers}{', compiled' if size.compiled else ''}"
@@ -105,7 +99,7 @@ def table(pool: Pool, sizes: list[Size], rounds: int) -> Iterator[str]:
         yield f"| | Lightning's own share of a step | {1e3 * own:.2f} | {100 * share:.2f} % | <= 2 % |"
 
 
-def medians(pool: Pool, size: Size, ways: dict[str, Callable], rounds: int) -> dict[str, float]:
+def medians_of(pool: Pool, size: Size, ways: dict[str, Callable], rounds: int) -> dict[str, float]:
     runs: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as folder:
         make_model(size).save_pretrained(folder)

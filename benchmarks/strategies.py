@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -19,11 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks._measure import Document, forget_peak, status
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "strategies.md"
 SIZES: dict[str, Any] = dict(
     hidden_size=384,
     intermediate_size=1056,
@@ -82,8 +81,8 @@ def run(name: str) -> dict[str, Any]:
     """Runs on each rank."""
     ranks, data_size, make = RUNS[name]
     ids = torch.randint(3, SIZES["vocab_size"], (ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = status("VmRSS")
+    forget_peak()
     module = Run()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=make(), max_epochs=1, **quiet)
@@ -92,17 +91,9 @@ def run(name: str) -> dict[str, Any]:
     return {
         "losses": module.losses,
         "norms": module.norms,
-        "peak": _resident("VmHWM") - before,
+        "peak": (status("VmHWM") - before) / 2**20,
         "speed": ROWS * LENGTH / seconds,
     }
-
-
-def _resident(field: str) -> float:
-    """MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 1024
-    raise ValueError(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
 def describe() -> list[str]:
@@ -140,23 +131,21 @@ def row(name: str, ranks: list[dict[str, Any]], one: dict[str, Any]) -> str:
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.strategies``."""
+    document = Document("strategies.md")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    document.add_flag(parser)
     arguments = parser.parse_args()
-    lines = describe()
-    print("\n".join(lines), flush=True)
+    document.add(describe())
     nursery = Nursery()
     one: dict[str, Any] = {}
     try:
         for name, (ranks, *_) in RUNS.items():
             results = Pool(nursery, ranks).run(run, name, trainer=True, timeout=300)
             one = one or results[0]
-            lines.append(row(name, results, one))
-            print(lines[-1], flush=True)
+            document.add([row(name, results, one)])
     finally:
         nursery.close()
-    if arguments.write:
-        DOCUMENT.write_text("\n".join(lines) + "\n")
+    document.finish(arguments.write)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 consolidate checkpoints.
 """
 
+import os
 import sys
 import traceback
+from argparse import ArgumentError
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy, MegatronFSDPStrategy
 from lightning_automodel.checkpointing.conversion import consolidate, export
+from lightning_automodel.command.mistakes import describe_mistake, proposal
 from lightning_automodel.finetuning import CausalLM, TextDataModule
 
 _DESCRIPTION = (
@@ -34,7 +38,7 @@ class AutomodelCLI(LightningCLI):
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
-            parser_kwargs={"description": _DESCRIPTION},
+            parser_kwargs={"description": _DESCRIPTION, "exit_on_error": False},
             args=None if args is None else list(args),
         )
 
@@ -44,6 +48,25 @@ class AutomodelCLI(LightningCLI):
         parser.set_defaults(
             {key: {"class_path": f"{cls.__module__}.{cls.__qualname__}"} for key, cls in defaults.items()}
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Ends the process with one line if an argument is not right."""
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            commands = [*self.subcommands(), *_CONVERSIONS]
+            raise ValueError(describe_mistake(str(error), self._known_keys(), commands)) from None
+        if self.config.get("subcommand") == "fit":
+            self._bound_run(self.config.fit.trainer)
+
+    def _known_keys(self) -> list[str]:
+        defaults = [parser.get_defaults(skip_validation=True) for parser in self._subcommand_parsers.values()]
+        return sorted({key for values in defaults for key in values.keys()})  # noqa: SIM118 (a namespace, no dict)
+
+    def _bound_run(self, trainer: Any) -> None:
+        """Chooses one epoch where nothing ends the run: Lightning's own choice, 1000, is no run that anybody wants."""
+        if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
+            trainer.max_epochs = 1
 
     def instantiate_classes(self) -> None:
         """Lets a class's refusal of its arguments through; jsonargparse wraps it in a list of attempts."""
@@ -67,6 +90,8 @@ class AutomodelCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Adds a progress bar that shows small learning rates, unless the configuration has one or wants none."""
         trainer = self._get(self.config_init, "trainer", default={})
+        if isinstance(trainer.get("strategy"), str):
+            kwargs = {"strategy": _strategy_of(trainer["strategy"]), **kwargs}
         callbacks = trainer.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if trainer.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
@@ -74,23 +99,56 @@ class AutomodelCLI(LightningCLI):
         return super().instantiate_trainer(**{"callbacks": callbacks, **kwargs})
 
 
+def _strategy_of(name: str) -> Any:
+    """Resolves a strategy's name: those of this package's classes, and ``ddp``, mean ours.
+
+    Raises:
+        ValueError: for a name that nobody has registered.
+    """
+    ours = {cls.__name__: cls for cls in (DDPStrategy, FSDP2TPStrategy, MegatronFSDPStrategy)} | {"ddp": DDPStrategy}
+    if name in ours:
+        return ours[name]()
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if name not in known:
+        raise ValueError(f"--trainer.strategy={name}: there is no such strategy{proposal(name, [*ours, *known])}")
+    return name
+
+
+def convert(args: list[str]) -> None:
+    """Runs one of the subcommands about checkpoints.
+
+    Raises:
+        ValueError: if an argument is not right.
+    """
+    try:
+        auto_cli(_CONVERSIONS, args=args, prog="lightning-automodel", exit_on_error=False)
+    except ArgumentError as error:
+        raise ValueError(describe_mistake(str(error), [], _CONVERSIONS)) from None
+
+
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. A mistake in the configuration ends with its message and exit code 1, on every rank."""
+    """Runs the command. A mistake in the configuration ends with its message and exit code 1, on every rank."""
     given = sys.argv[1:] if args is None else list(args)
     try:
         if given and given[0] in _CONVERSIONS:
-            auto_cli(_CONVERSIONS, args=given, prog="lightning-automodel")
+            convert(given)
         else:
             AutomodelCLI(args)
     except (ValueError, FileNotFoundError) as error:
         if not _is_ours(error):
             raise
-        sys.stderr.write(f"lightning-automodel: error: {error}\n")  # in one piece: other ranks write too
-        sys.exit(1)
+        _end(str(error))
+
+
+def _end(message: str) -> NoReturn:
+    """Ends this process with one line, which one process per node writes."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"lightning-automodel: error: {message}\n")
+    sys.exit(1)
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised the error, which then says by itself what to do."""
+    """Tells whether this package raised the error, which then says by itself what to do."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_globals["__name__"].startswith("lightning_automodel.")
 

@@ -47,7 +47,7 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all ``grads`` taken as one vector: a scalar tensor in float32, equal on all ranks.
+    """Computes the norm of all ``grads`` taken as one vector: a scalar tensor in float32, equal on all ranks.
 
     One all-reduce per mesh. A gradient that several ranks hold counts once: its share is divided among them.
 
@@ -73,7 +73,7 @@ def get_grad_norm(
     norm_type: float = 2,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """The norm of all gradients taken as one vector, for a loop of one's own. One host synchronization.
+    """Computes the norm of all gradients taken as one vector, for a loop of one's own. One host synchronization.
 
     Every element counts once, however many of the ranks of the two groups hold it: a DTensor's placements say how many
     do; a plain tensor is whole on each of them.
@@ -128,7 +128,7 @@ def clip_grad_by_total_norm_(
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
+    """Returns this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -146,7 +146,7 @@ def _local_power(
     copies_of: Callable[[Tensor], float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """This rank's share of ``sum(|g| ** norm_type)``, or the largest ``|g|`` for ``inf``.
+    """Computes this rank's term of ``sum(|g| ** norm_type)``, or the largest ``|g|`` for ``inf``.
 
     Elements are divided by how many ranks hold them: those of the gradient's mesh, unless ``copies_of`` says else.
     """
@@ -168,7 +168,7 @@ def _local_power(
 
 
 def _copies(grad: Tensor) -> int:
-    """How many ranks of its mesh hold each element of a gradient."""
+    """Counts the ranks of its mesh that hold each element of a gradient."""
     if not isinstance(grad, DTensor):
         return 1
     sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
@@ -176,12 +176,12 @@ def _copies(grad: Tensor) -> int:
 
 
 def _shards(grad: Tensor) -> int:
-    """In how many parts the ranks of its mesh hold a gradient."""
+    """Counts the chunks in which the ranks of its mesh hold a gradient."""
     return grad.device_mesh.size() // _copies(grad) if isinstance(grad, DTensor) else 1
 
 
 def _check_groups(parameters: list[Tensor], groups: list[ProcessGroup]) -> None:
-    """Every axis that cuts a gradient must lie inside of a group. Looks at parameters where there is no gradient: all
+    """Checks that every axis that cuts a gradient lies inside of a group, by parameters where there is no gradient: all
     ranks must find the same.
     """
     known = [set(dist.get_process_group_ranks(group)) for group in groups]

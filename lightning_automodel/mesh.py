@@ -8,8 +8,8 @@ The mesh always has four axes, outermost first, size 1 included::
                 dp                +-------- one sequence is split over it
       who sees which samples
 
-Three flattened axes serve the groups that span several of them: ``dp`` (which data), ``dp_shard_cp`` (what FSDP2 shards
-over) and ``dp_cp`` (what a loss averages over).
+Four flattened axes serve the groups that span several of them: ``dp`` (which data), ``dp_shard_cp`` (what FSDP2 shards
+over), ``dp_cp`` (what gradients are averaged over) and ``cp_tp`` (who computes one model on the same data).
 """
 
 import math
@@ -20,12 +20,18 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel._compat.groups import set_timeout
+from lightning_automodel._compat.groups import flatten_axes, set_timeout
+from lightning_automodel.distributed.kept_groups import keep
 
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
-DP, DP_SHARD_CP, DP_CP = "dp", "dp_shard_cp", "dp_cp"
+DP, DP_SHARD_CP, DP_CP, CP_TP = "dp", "dp_shard_cp", "dp_cp", "cp_tp"
 AXES = (DP_REPLICATE, DP_SHARD, CP, TP)
-FLATTENED = {DP: (DP_REPLICATE, DP_SHARD), DP_SHARD_CP: (DP_SHARD, CP), DP_CP: (DP_REPLICATE, DP_SHARD, CP)}
+FLATTENED = {
+    DP: (DP_REPLICATE, DP_SHARD),
+    DP_SHARD_CP: (DP_SHARD, CP),
+    DP_CP: (DP_REPLICATE, DP_SHARD, CP),
+    CP_TP: (CP, TP),
+}
 
 AutoSize = int | Literal["auto"]
 
@@ -95,15 +101,20 @@ def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
     """
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     for name, axes in FLATTENED.items():
-        mesh[axes]._flatten(name)
+        flatten_axes(mesh[axes], name)
     if timeout is not None:
         for name in (*AXES, *FLATTENED):
             set_timeout(axis(mesh, name).get_group(), timeout)
     return mesh
 
 
+def share_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
+    """:func:`build_mesh`, once for all trainers of these sizes that follow one another in these processes."""
+    return keep(("mesh", sizes, device_type, timeout), lambda: build_mesh(sizes, device_type, timeout))
+
+
 def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """The sub-mesh of one or more axes; flattened names count.
+    """Returns the sub-mesh of one or more axes; flattened names count.
 
     torch warns that slicing flattened axes will change; there is no replacement yet, so the warning is kept from users.
     """
@@ -121,15 +132,30 @@ class AxisNames:
     tp: str = TP
 
 
-def find_axes(mesh: DeviceMesh, names: AxisNames) -> tuple[DeviceMesh, DeviceMesh]:
-    """The sub-meshes for tensor parallelism and for FSDP2.
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The sub-meshes that the stages work on.
+
+    Attributes:
+        tp: over which matrices are split.
+        data: over which parameters are sharded or replicated; of one axis, or of two, replicas first (hybrid sharding).
+        cp: over which sequences are cut, a part of ``data``; ``None``: they are whole.
+    """
+
+    tp: DeviceMesh
+    data: DeviceMesh
+    cp: DeviceMesh | None = None
+
+
+def find_axes(mesh: DeviceMesh, names: AxisNames) -> Axes:
+    """Finds the sub-meshes for tensor parallelism and for FSDP2.
 
     Args:
         mesh: from :func:`build_mesh`, or any other with axes of these names, flattened ones included.
         names: ``dp_replicate`` may be missing in the mesh.
 
     Returns:
-        the tp axis, and what FSDP2 works on: ``dp_shard_cp``, or ``(dp_replicate, dp_shard_cp)`` for hybrid sharding.
+        the tp axis, and ``dp_shard_cp`` or ``(dp_replicate, dp_shard_cp)`` as that of the data.
 
     Raises:
         ValueError: if an axis is missing, or if the mesh has ranks that none of the axes separates.
@@ -149,11 +175,12 @@ def find_axes(mesh: DeviceMesh, names: AxisNames) -> tuple[DeviceMesh, DeviceMes
             f"{names.dp_shard_cp}={shard.size()} x {names.tp}={tp.size()} make {replicas * shard.size() * tp.size()}: "
             "an axis would be left out; pass its name"
         )
-    return tp, axis(mesh, names.dp_replicate, names.dp_shard_cp) if replicas > 1 else shard
+    data = axis(mesh, names.dp_replicate, names.dp_shard_cp) if replicas > 1 else shard
+    return Axes(tp=tp, data=data, cp=axis(mesh, CP) if _has_axis(mesh, CP) else None)
 
 
 def _has_axis(mesh: DeviceMesh, name: str) -> bool:
-    """Flattened axes are not in ``mesh_dim_names``, so the mesh is asked."""
+    """Tells whether the mesh knows the axis; flattened ones are not in ``mesh_dim_names``."""
     try:
         axis(mesh, name)
     except KeyError:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_automodel.loss import IGNORE_INDEX, count_hits, cross_entropy, next_tokens
+from lightning_automodel.loss.functional import IGNORE_INDEX, count_hits, cross_entropy, next_tokens
 
 
 class MeanOverTargets(Metric):
@@ -31,7 +31,7 @@ class MeanOverTargets(Metric):
         self.targets = self.targets + targets
 
     def compute(self) -> Tensor:
-        """The mean, float32; 0 if there was no target."""
+        """Computes the value over all targets so far."""
         return (self.total / self.targets.clamp(min=1)).float()
 
 
@@ -68,7 +68,7 @@ class _FromLogits(MeanOverTargets):
         self.add(self.sum_over_targets(logits.detach(), targets), (targets != self.ignore_index).sum())
 
     def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """What one batch adds: a scalar."""
+        """Sums what one batch adds, to a scalar."""
         raise NotImplementedError
 
 
@@ -78,11 +78,11 @@ class Perplexity(_FromLogits):
     higher_is_better = False
 
     def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses."""
+        """Sums what one batch adds, to a scalar."""
         return cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
 
     def compute(self) -> Tensor:
-        """The perplexity, float32."""
+        """Computes the value over all targets so far."""
         return super().compute().exp()
 
 
@@ -92,7 +92,7 @@ class TokenAccuracy(_FromLogits):
     higher_is_better = True
 
     def sum_over_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Number of hits."""
+        """Sums what one batch adds, to a scalar."""
         return count_hits(logits, targets, self.ignore_index)
 
 
@@ -117,5 +117,5 @@ class TokenCounter(Metric):
         self.count = self.count + (counts if mask is None else counts & mask.bool()).sum()
 
     def compute(self) -> Tensor:
-        """The number of tokens, int64."""
+        """Computes the value over all targets so far."""
         return self.count

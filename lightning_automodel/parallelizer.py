@@ -2,7 +2,9 @@
 
 ::
 
-    parallelize, fsdp2_strategy_parallelize -> the strategy registered for the model's class -> stages
+    parallelize                \\
+                                 -> FSDP2Setup -> the strategy registered for the model's class -> stages
+    fsdp2_strategy_parallelize /
 """
 
 import torch
@@ -10,25 +12,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.activation import get_lm_ac_layers
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
-from lightning_automodel.functional import (
+from lightning_automodel.config.imports import import_class_from_path, import_classes_from_paths
+from lightning_automodel.mesh import AxisNames
+from lightning_automodel.parallel.activation_checkpoint import get_lm_ac_layers
+from lightning_automodel.parallel.functional import (
     apply_fsdp2_sharding_recursively,
     apply_selective_activation_checkpointing,
     fsdp2_strategy_parallelize,
     unshard_fsdp2_model,
 )
-from lightning_automodel.imports import import_class_from_path, import_classes_from_paths
-from lightning_automodel.megatron import (
+from lightning_automodel.parallel.megatron_fsdp import (
     HAVE_MEGATRON_FSDP,
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
 )
-from lightning_automodel.mesh import AxisNames
-from lightning_automodel.plans.additions import register_tp_plan
-from lightning_automodel.plans.torch_styles import get_hf_tp_shard_plan, translate_to_torch_parallel_style
-from lightning_automodel.plans.validation import validate_tp_mesh, validate_tp_mesh_for_nemotron_nas
-from lightning_automodel.registry import (
+from lightning_automodel.parallel.registry import (
     PARALLELIZATION_STRATEGIES,
     DefaultParallelizationStrategy,
     ParallelizationStrategy,
@@ -36,6 +35,10 @@ from lightning_automodel.registry import (
     register_parallel_strategy,
     run_strategy,
 )
+from lightning_automodel.parallel.setup import FSDP2Setup
+from lightning_automodel.plans.additions import register_tp_plan
+from lightning_automodel.plans.torch_styles import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from lightning_automodel.plans.validation import validate_tp_mesh, validate_tp_mesh_for_nemotron_nas
 
 __all__ = [
     "HAVE_MEGATRON_FSDP",
@@ -90,17 +93,8 @@ def parallelize(
     Raises:
         ValueError: if ``tp`` does not fit the model, or it has no plan.
     """
-    config, names = config or FSDP2Config(), axis_names or AxisNames()
-    switches = config.to_dict()
-    policy = resolve_mp_policy(switches.pop("mp_policy")) or mp_policy or MixedPrecisionPolicy()
-    return run_strategy(
-        model,
-        mesh,
-        mp_policy=policy,
-        tp_shard_plan=switches.pop("tp_plan"),
-        dp_replicate_mesh_name=names.dp_replicate,
-        dp_shard_cp_mesh_name=names.dp_shard_cp,
-        tp_mesh_name=names.tp,
-        param_dtype=param_dtype,
-        **switches,
-    )
+    config = config or FSDP2Config()
+    policy = resolve_mp_policy(config.mp_policy) or mp_policy or MixedPrecisionPolicy()
+    names = axis_names or AxisNames()
+    setup = FSDP2Setup(config=config, mp_policy=policy, param_dtype=param_dtype, axis_names=names)
+    return run_strategy(model, mesh, setup)

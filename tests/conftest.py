@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 
 
 @pytest.fixture(scope="session")
@@ -17,11 +17,11 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def pool2(nursery: Nursery) -> Pool:
-    """Runs functions on two gloo ranks; see `tests.harness`."""
+    """Runs functions on two gloo ranks; see `lightning_automodel.testing`."""
     return Pool(nursery, 2)
 
 
 @pytest.fixture(scope="session")
 def pool4(nursery: Nursery) -> Pool:
-    """Runs functions on four gloo ranks; see `tests.harness`."""
+    """Runs functions on four gloo ranks; see `lightning_automodel.testing`."""
     return Pool(nursery, 4)

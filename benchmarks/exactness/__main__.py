@@ -9,7 +9,7 @@ from benchmarks.exactness.oracle import check
 from benchmarks.exactness.report import write
 from benchmarks.exactness.results import Family, Store
 from benchmarks.exactness.runner import Runner, pending
-from tests.harness.pool import Nursery
+from lightning_automodel.testing.pool import Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 

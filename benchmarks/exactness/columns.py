@@ -11,6 +11,7 @@ from lightning_automodel.config import FSDP2Config
 from tests.support.comparison import Schedule
 from tests.support.families import causal_families, image_text_families
 from tests.support.run_family import Run
+from tests.support.sizes import SMALL
 
 ONE = Schedule(steps=1, micro_batches=1, clip=None)
 TWO = Schedule(steps=1, micro_batches=2, clip=None)
@@ -50,6 +51,25 @@ FOUR_RANKS = (
     "qwen3_moe",
     "starcoder2",
 )
+CONTEXT = (
+    "cohere2",
+    "deepseek_v3",
+    "doge",
+    "gemma3_text",
+    "gemma3n_text",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "hrm_text",
+    "hy_v4",
+    "inkling2_text",
+    "lfm2_moe",
+    "llama",
+    "mistral",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_moe",
+)
+"""One of each kind of mixer, mask and stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +78,15 @@ class Column:
 
     Attributes:
         title: its heading.
-        run: layout and schedule; ``None``: the initial weights.
+        run: layout and schedule; ``None``: weights are compared, not numbers of a step.
+        weights: what :class:`~tests.support.weights.Weights` calls them; empty: the initial ones.
         needs_plan: only for families that publish a tensor-parallel plan.
         families: for which ones; ``None``: all.
     """
 
     title: str
     run: Run | None
+    weights: str = ""
     needs_plan: bool = True
     families: Callable[[], list[str]] | None = None
 
@@ -79,6 +101,11 @@ def router_families() -> list[str]:
     return [name for name in causal_families() if {"output_router_logits"} <= _fields(CONFIG_MAPPING[name])]
 
 
+def dropping_families() -> list[str]:
+    """Causal families with a plan whose config has a field that drops or adds noise while a model trains."""
+    return [name for name in causal_families() if _DROPPED.keys() & _fields(CONFIG_MAPPING[name])]
+
+
 def all_families() -> list[str]:
     """Causal families with and without a plan, then those that read images."""
     return [*causal_families(), *causal_families(with_plan=False), *image_text_families()]
@@ -90,6 +117,10 @@ def _fields(config_class: type) -> set[str]:
     return set(inspect.signature(config_class).parameters)
 
 
+_DROPPED = {name: 0.1 for name, value in SMALL.items() if isinstance(value, float) and value == 0} | {
+    "router_jitter_noise": 0.1,
+    "input_jitter_noise": 0.1,
+}
 _ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
 _MESH = {"dp_shard": 2, "tp": 2}
 
@@ -105,7 +136,17 @@ MAIN: Mapping[str, Column] = {
         title="tp=2, chunked loss",
         run=Run(sizes={"tp": 2}, schedule=TWO, config=FSDP2Config(chunked_loss=CHUNK), ragged=True),
     ),
+    "context": Column(title="cp=2, 3 steps", run=Run(sizes={"cp": 2}, schedule=LONG, ragged=True), needs_plan=False),
+    "packed": Column(
+        title="cp=2, packed documents", run=Run(sizes={"cp": 2}, schedule=TWO, packed=True), needs_plan=False
+    ),
+    "context_tp": Column(
+        title="cp=2 x tp=2, sequence parallelism, 3 steps",
+        run=Run(sizes={"cp": 2, "tp": 2}, schedule=LONG, config=FSDP2Config(sequence_parallel=True), ragged=True),
+    ),
     "initial": Column(title="initial weights", run=None),
+    "read": Column(title="weights read", run=None, weights="read", needs_plan=False),
+    "written": Column(title="weights written", run=None, weights="written", needs_plan=False),
     "fsdp": Column(
         title="dp_shard=2",
         run=Run(sizes={"dp_shard": 2}, schedule=dataclasses.replace(LONG, steps=1)),
@@ -113,6 +154,16 @@ MAIN: Mapping[str, Column] = {
     ),
 }
 EXTRA: Mapping[str, Column] = {
+    "context4": Column(
+        title="cp=4, keys and values gathered",
+        run=Run(sizes={"cp": 4}, schedule=TWO, config=FSDP2Config(cp_exchange="gather"), ragged=True),
+        families=lambda: list(CONTEXT),
+    ),
+    "heads4": Column(
+        title="cp=4, heads exchanged where attention works on rows",
+        run=Run(sizes={"cp": 4}, schedule=TWO, config=FSDP2Config(cp_exchange="all_to_all"), ragged=True),
+        families=lambda: list(CONTEXT),
+    ),
     "tp4": Column(
         title="tp=4: twice as many ranks as key/value heads",
         run=Run(sizes={"tp": 4}, schedule=TWO),
@@ -132,6 +183,22 @@ EXTRA: Mapping[str, Column] = {
         title="auxiliary losses of routers, with coefficient 1: dp_shard=2 x tp=2",
         run=Run(sizes=_MESH, schedule=LONG, changes=_ROUTER),
         families=router_families,
+    ),
+    "dropout": Column(
+        title="dropout and jitter of 0.1 in every field: tp=2",
+        run=Run(sizes={"tp": 2}, schedule=TWO, changes=_DROPPED),
+        families=dropping_families,
+    ),
+    "dropout_sequence": Column(
+        title="dropout and jitter of 0.1 in every field: tp=2, sequence parallelism",
+        run=Run(
+            sizes={"tp": 2},
+            schedule=TWO,
+            changes=_DROPPED,
+            config=FSDP2Config(sequence_parallel=True),
+            ragged=True,
+        ),
+        families=dropping_families,
     ),
 }
 COLUMNS: Mapping[str, Column] = {**MAIN, **EXTRA}

@@ -1,7 +1,7 @@
 """Compares placements and collectives with those that the oracle of the tests derives, family by family."""
 
 from benchmarks.exactness.results import Family
-from tests.harness.pool import Nursery, Pool, PoolTimeout, RankFailed
+from lightning_automodel.testing.pool import Nursery, Pool, PoolTimeout, RankFailed
 from tests.support.run_oracle import Verdict, verdicts
 
 

@@ -6,25 +6,30 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.exactness.columns import EXTRA, MAIN, Column
+from benchmarks.exactness.columns import COLUMNS, EXTRA, MAIN, Column
 from benchmarks.exactness.results import BAR, FINE_BAR, Cell, Family, Store
 from tests.support.families import causal_families, image_text_families
 
 INTRODUCTION = f"""# Families
 
 Is a model on a mesh the model that the user asked for? For every family of transformers that reads text, or text and
-images, a tiny model of the real class is trained twice, on one process and on a mesh of CPU ranks, and all that a step
-produces is compared: loss, gradient norm, every gradient, and every parameter after the steps (SGD, which shows errors
-of scale that Adam hides).
+images, a tiny model of the real class is saved, read on one process and on a mesh of CPU ranks, and trained on both.
+All that a step produces is compared: loss, gradient norm, every gradient, and every parameter after the steps (SGD,
+which shows errors of scale that Adam hides).
 
 - **exact**: every relative error (in the 2-norm, tensor by tensor) is at most {BAR:.0e} in float32.
 - **exact in float64**: it is larger in float32, but at most {FINE_BAR:.0e} when the same comparison is made in float64:
   what differs is rounding. Recurrent mixers and routers that choose between near-equal experts amplify it.
+- weights read and written: bit by bit. A model with random numbers in all tensors is saved by plain transformers and
+  read by `from_pretrained` on tp=2, dp_shard=2, dp_shard=2 x tp=2 and dp_shard=4; expected is what plain
+  `from_pretrained` reads. It is written again from the shards for plain `from_pretrained`, and goes as a checkpoint
+  from one layout to another. The same with bfloat16 files that are read as float32 and written as bfloat16.
 - **differs**, **fails**: the last column says what and why. A dash: the column does not apply.
 
 The models have two layers, width 96, four heads with two key/value heads, and a vocabulary of 128. Where a model reads
 images, every other micro-batch holds some, and not the same ones on all data ranks. With sequence parallelism and with
-the chunked loss there are two micro-batches with padding, and an odd number of tokens, which tp does not divide.
+the chunked loss there are two micro-batches with padding, and an odd number of tokens, which tp does not divide; with
+cp as well, and positions of packed documents begin anew.
 
 Written by `python -m benchmarks.exactness`, which compares what has no result yet; `--family llama`,
 `--columns tp mesh`, `--no-resume` and `--oracle` choose.
@@ -42,9 +47,12 @@ def write(store: Store, path: Path) -> None:
 
 def _configuration(store: Store) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    cells = [c for family in store.families.values() for key, c in family.cells.items() if COLUMNS[key].run]
+    older = sum(not cell.from_files for cell in cells)
+    remark = f" {older} of {len(cells)} comparisons of a step began with a model in memory." if older else ""
     return (
         f"Configuration: {versions}, Python {platform.python_version()}, gloo on CPU, one thread per rank; "
-        f"{store.seconds / 60:.0f} minutes in all.\n"
+        f"{store.seconds / 60:.0f} minutes in all.{remark}\n"
     )
 
 
@@ -114,10 +122,14 @@ def _remarks(family: Family, columns: Mapping[str, Column]) -> str:
         if cell is not None and cell.note:
             remarks.append(f"{column.title}: {cell.note}")
         elif cell is not None and not cell.exact:
-            remarks.append(f"{column.title}: {cell.failure or f'{cell.error:.0e} {cell.where}'}")
+            remarks.append(f"{column.title}: {cell.failure or _size(cell, column)}")
     if len(columns) > 1 and family.reason and not family.images and "takes pixels" not in family.reason:
         remarks.append(f"text only ({family.reason})")
     return _text("; ".join(remarks))
+
+
+def _size(cell: Cell, column: Column) -> str:
+    return f"{cell.error:.0f} tensors: {cell.where}" if column.weights else f"{cell.error:.0e} {cell.where}"
 
 
 def _rounding(family: Family, columns: Mapping[str, Column]) -> Iterable[str]:

@@ -20,6 +20,7 @@ class Cell:
         fine_error: the error in float64; ``None``: was not needed.
         note: under which condition this holds, or what the run left undone.
         seconds: wall time; comparisons that share a call share its time.
+        from_files: both sides read their weights; ``False``: of an earlier release, which began with a model in memory.
     """
 
     error: float
@@ -28,6 +29,7 @@ class Cell:
     fine_error: float | None = None
     note: str = ""
     seconds: float = 0.0
+    from_files: bool = False
 
     @property
     def exact(self) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from benchmarks.exactness.columns import COLUMNS, Column
 from benchmarks.exactness.results import BAR, Cell, Family
-from tests.harness.pool import Nursery, Pool, PoolTimeout, RankFailed
+from lightning_automodel.testing.pool import Nursery, Pool, PoolTimeout, RankFailed
 from tests.support.images import Inputs
 from tests.support.run_family import Outcome, Probe, probe, run_all
+from tests.support.weights import weights
 
 SECONDS = 180.0  # for one call
 
@@ -21,12 +22,19 @@ class Runner:
 
     def family(self, name: str, wanted: Mapping[str, Column], known: Family | None) -> Family:
         """Adds the ``wanted`` columns to what is ``known`` about a family."""
-        found, inputs = self._probe(name, known)
+        if known is not None and all(column.weights for column in wanted.values()):
+            found, inputs = known, Inputs()
+        else:
+            found, inputs = self._probe(name, known)
         if not found.parameters:
             return found
         columns = {key: column for key, column in wanted.items() if found.plan or not column.needs_plan}
+        through_files = {key: column for key, column in columns.items() if column.weights}
+        if through_files:
+            found.cells |= self._weights(name, through_files, planned=bool(found.plan))
         for world in (2, 4):
-            group = {key: column for key, column in columns.items() if column.world == world}
+            of_world = {key: column for key, column in columns.items() if column.world == world}
+            group = {key: column for key, column in of_world.items() if not column.weights}
             if group:
                 found.cells |= self._cells(name, group, inputs, world)
         return found
@@ -47,7 +55,10 @@ class Runner:
         start = time.monotonic()
         outcomes = self._call(name, columns, inputs, world)
         seconds = (time.monotonic() - start) / len(columns)
-        cells = {key: Cell(o.error, o.where, o.failure, note=o.note, seconds=seconds) for key, o in outcomes.items()}
+        cells = {
+            key: Cell(o.error, o.where, o.failure, note=o.note, seconds=seconds, from_files=True)
+            for key, o in outcomes.items()
+        }
         if inputs.images and not inputs.images_needed:
             for key, cell in cells.items():
                 if cell.failure:
@@ -59,12 +70,28 @@ class Runner:
                 cells[key].failure = outcome.failure and f"in float64: {outcome.failure}"
         return cells
 
+    def _weights(self, name: str, columns: Mapping[str, Column], planned: bool) -> dict[str, Cell]:
+        """All layouts in one cell: the number of tensors that differ, and the first ones."""
+        start = time.monotonic()
+        found = []
+        for world in (2, 4) if planned else (2,):
+            try:
+                found.append(self.pools[world].run(weights, name, planned, with_directory=True, timeout=SECONDS)[0])
+            except (RankFailed, PoolTimeout) as error:
+                return {key: Cell(float("inf"), failure=_last_line(error)) for key in columns}
+        seconds = (time.monotonic() - start) / len(columns)
+        cells = {}
+        for key, column in columns.items():
+            different = [text for result in found for text in getattr(result, column.weights)]
+            cells[key] = Cell(len(different), "; ".join(different[:2]), seconds=seconds)
+        return cells
+
     def _with_images_everywhere(self, name: str, key: str, column: Column, inputs: Inputs, before: Cell) -> Cell:
         outcome = self._call(name, {key: column}, replace(inputs, images_needed=True), column.world)[key]
         if outcome.failure:
             return before
         note = f"where every micro-batch holds images; else {before.failure}"
-        return Cell(outcome.error, outcome.where, note=note, seconds=before.seconds)
+        return Cell(outcome.error, outcome.where, note=note, seconds=before.seconds, from_files=True)
 
     def _call(
         self, name: str, columns: Mapping[str, Column], inputs: Inputs, world: int, double: bool = False
@@ -72,7 +99,7 @@ class Runner:
         """All columns in one call; each in one of its own, if that fails."""
         runs = {key: column.run for key, column in columns.items()}
         try:
-            return self.pools[world].run(run_all, name, runs, inputs, double, timeout=SECONDS)[0]
+            return self.pools[world].run(run_all, name, runs, inputs, double, timeout=SECONDS, with_directory=True)[0]
         except (RankFailed, PoolTimeout) as error:
             if len(columns) == 1:
                 return {key: Outcome(error=float("inf"), failure=_last_line(error)) for key in columns}

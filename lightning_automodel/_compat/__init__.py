@@ -15,29 +15,26 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.distributed.sharding_utils import DtensorShardOperation
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel.file_slices import SlicedFile
-from lightning_automodel.shards import local_tensor, pieces
 
 # Documented ways to watch operations and to walk nested outputs, which torch keeps in modules with private names.
 # Lightning's timeout, move of optimizer states, DDP hooks: strategies are expected to use them, but none is exported.
 __all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
     "OptimizedModule",
     "StridedShard",
     "TorchDispatchMode",
@@ -50,12 +47,30 @@ __all__ = [
 
 @contextmanager
 def patched_pretrained_loading(
-    *, load: Callable, initialize: Callable, finalize: Callable
+    *,
+    load: Callable,
+    initialize: Callable,
+    finalize: Callable,
+    convert: Callable,
+    set_parameter: Callable,
+    shard_operation: type,
+    dtensor_like: Callable,
+    open_file: type,
 ) -> Generator[None, None, None]:
-    """Wraps three steps of ``PreTrainedModel.from_pretrained`` for the duration of the context.
+    """Wraps steps of ``PreTrainedModel.from_pretrained`` for the duration of the context.
 
     transformers has no public hook between building on the meta device and reading weights, which is where a model must
-    be sharded so that each rank reads its own slices only. Each argument takes the original function first.
+    be sharded so that each rank reads its own slices only.
+
+    Args:
+        load: takes the original function first, and so the next four.
+        initialize: gives values to what the files lack.
+        finalize: the last step.
+        convert: a conversion of what was collected from the files.
+        set_parameter: gives a parameter its value.
+        shard_operation: in the place of ``DtensorShardOperation``: cuts a rank's part out of an entry of a file.
+        dtensor_like: makes a DTensor of such a part.
+        open_file: in the place of ``safetensors.safe_open``.
     """
     names = {
         "_load_pretrained_model": load,
@@ -64,9 +79,11 @@ def patched_pretrained_loading(
     }
     originals = {name: PreTrainedModel.__dict__[name] for name in names}
     replaced = {
-        (core_model_loading, "DtensorShardOperation"): ExactShardOperation,
+        (core_model_loading, "DtensorShardOperation"): shard_operation,
         (core_model_loading, "_dtensor_from_local_like"): dtensor_like,
-        (modeling_utils, "safe_open"): SlicedFile,
+        (core_model_loading, "set_param_for_module"): partial(set_parameter, core_model_loading.set_param_for_module),
+        (WeightConverter, "convert"): _method(convert, WeightConverter.convert),
+        (modeling_utils, "safe_open"): open_file,
     }
     of_module = {place: getattr(*place) for place in replaced}
     try:
@@ -87,7 +104,7 @@ def patched_pretrained_loading(
 
 
 def empty_loading_info() -> LoadStateDictInfo:
-    """What ``from_pretrained`` knows after reading files that held exactly what the model needs."""
+    """Makes the report of ``from_pretrained`` for files that held exactly what the model needs."""
     return LoadStateDictInfo(
         missing_keys=set(),
         unexpected_keys=set(),
@@ -111,53 +128,29 @@ def reports_on_rank_zero() -> Generator[None, None, None]:
 
 
 def _method(function: Callable, original: Callable) -> Callable:
-    def method(self: PreTrainedModel, *args: object) -> object:
-        return function(original, self, *args)
+    def method(self: object, *args: object, **options: object) -> object:
+        return function(original, self, *args, **options)
 
     return method
 
 
-class ExactShardOperation(DtensorShardOperation):
-    """transformers' reader of a rank's slices, with the boxes of ``shards.pieces``.
+def unwrap_compiled(module: OptimizedModule) -> nn.Module:
+    """Return what ``torch.compile`` wrapped."""
+    return module._orig_mod
 
-    Its own offsets assume that all tensor-parallel parts are equally long (a vocabulary that tp divides, and so on).
-    """
 
-    def __init__(self, param: DTensor) -> None:
-        # Without super(), which asks torch for the first offset: of a strided shard that takes milliseconds.
-        self.device_mesh, self.placements, self.param_ndim = param.device_mesh, tuple(param.placements), param.ndim
-        self._shape = list(param.shape)
-        self._pieces = pieces(param)
-        self._local_shape = tuple(local_tensor(param).shape)
-        self._axis0_offset = min((piece.offsets[0] for piece in self._pieces), default=0)
-        self._axis0_local_size, self._axis0_size = self._local_shape[0], self._shape[0]
-
-    def shard_tensor(
-        self,
-        source: Any,
-        tensor_idx: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor | None:
-        """This rank's part of ``source``: a tensor, or an unread entry of a file."""
-        shape = list(source.shape) if isinstance(source, Tensor) else source.get_shape()
-        if shape != self._shape:  # one of several tensors that a conversion puts together
-            return super().shard_tensor(source, tensor_idx=tensor_idx, device=device, dtype=dtype)
-        if len(self._pieces) == 1:
-            return self._pieces[0].of_whole(source).to(device=device, dtype=dtype)
-        local = torch.empty(self._local_shape, device=device, dtype=dtype or source.dtype)
-        for piece in self._pieces:
-            piece.of_local(local).copy_(piece.of_whole(source))
-        return local
+def base_of(view: Tensor) -> Tensor | None:
+    """Return the tensor whose memory ``view`` shows; only a private attribute says so."""
+    return view._base
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` is a slice of. torch offers no public way to ask."""
+    """Returns the mesh that ``mesh`` is a slice of. torch offers no public way to ask."""
     return mesh._get_root_mesh()
 
 
 def strided_shard(dim: int, groups: int) -> Placement:
-    """Dimension ``dim`` holds ``groups`` matrices one after the other; each rank has a slice of every one.
+    """Makes the placement of a dimension ``dim`` that stacks ``groups`` matrices, of each of which a rank has a shard.
 
     torch has this placement under a private name: FSDP2 makes it, and transformers' plans need it for fused weights.
     """
@@ -165,7 +158,8 @@ def strided_shard(dim: int, groups: int) -> Placement:
 
 
 def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module, int]]:
-    """The modules whose output transformers records under ``key`` (such as ``router_logits``), and its index there.
+    """Returns the modules whose output transformers records under ``key`` (such as ``router_logits``), and its index
+    there.
 
     transformers keeps the rule in private registries and installs its hooks with the first forward pass. They are
     installed now, so that hooks of ours can stand before and after them.
@@ -221,8 +215,14 @@ def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_poli
     )
 
 
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """Finds one module of each FSDP2 unit in ``module``, itself included."""
+    found = (part for part in module.modules() if isinstance(part, FSDPModule))
+    return list({fully_shard.state(part): part for part in found}.values())  # type: ignore[attr-defined]
+
+
 def pending_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor]]]:
-    """What FSDP2 has accumulated in ``unit`` and not reduced, of each parameter that has it.
+    """Yields the gradients that FSDP2 has accumulated in ``unit`` and not reduced.
 
     FSDP2 keeps it in attributes of its own until the last micro-batch. Collective over the axes right of FSDP2's, where
     the gradient of a whole parameter is a partial sum.
@@ -235,7 +235,7 @@ def pending_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor, 
         for held in group.fsdp_params:
             unsharded = getattr(held, "_unsharded_param", None)
             if held.unsharded_accumulated_grad is not None:
-                gradient = held.unsharded_accumulated_grad_data
+                gradient = held._get_grad_inner_tensor(held.unsharded_accumulated_grad)
             elif unsharded is not None and unsharded.grad is not None:
                 gradient = held._get_grad_inner_tensor(unsharded.grad)
             else:
@@ -250,7 +250,7 @@ def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
 
 
 def holds_partial_sums(unit: FSDPModule) -> bool:
-    """Whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
+    """Tells whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
     groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
     return any(group._partial_reduce_output is not None for group in groups)
 
@@ -267,7 +267,7 @@ def reduce_unused_parameters(unit: nn.Module) -> None:
 
 @contextmanager
 def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
-    """Within this context the forward pass leaves the parameters of FSDP2 units gathered.
+    """Keeps the parameters of FSDP2 units gathered after forward passes, within this context.
 
     FSDP2 sets this publicly, but does not tell what it was before.
     """
@@ -287,7 +287,7 @@ def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """During a backward pass: calls ``callback`` when it is through. FSDP2 does the same; there is no public way."""
+    """Calls ``callback`` at the end of the running backward pass. FSDP2 does the same; there is no public way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

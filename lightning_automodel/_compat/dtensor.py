@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+_WILL_OFFLOAD = "_will_be_offloaded_by_fsdp2"
+
 
 def dtensor_from(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """``DTensor.from_local`` outside of autograd, which leaves ``local`` on its device.
+    """Wraps ``local`` as ``DTensor.from_local`` does, but outside of autograd and without moving it.
 
     torch's public function moves it to the device of the mesh; FSDP2 makes offloaded shards like this.
     """
@@ -23,12 +25,13 @@ def dtensor_from(
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor with the mesh, placements and shape of ``like``; dtype and device are those of ``local``."""
+    """Returns a DTensor with the mesh, placements and shape of ``like``; dtype and device are those of ``local``."""
     return dtensor_from(local.contiguous(), like.device_mesh, tuple(like.placements), like.shape, like.stride())
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """Whether autograd may hand ``gradient`` to another function as well, or somebody keeps it. torch counts references
+    """Tells whether autograd may hand ``gradient`` to another function as well, or somebody keeps it. torch counts
+    references
     for its own leaves, and tells others in private (2.13; of an older one, all are taken for shared).
     """
     count = getattr(gradient, "_use_count", None)
@@ -36,10 +39,17 @@ def is_shared(gradient: Tensor) -> bool:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether FSDP2 keeps shards of ``model`` on the host; it does not say so publicly."""
+    """Tells whether FSDP2 keeps shards of ``model`` on the host, or will; it does not say so publicly."""
+    if vars(model).get(_WILL_OFFLOAD):
+        return True
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
     states = (fully_shard.state(unit) for unit in units)  # type: ignore[attr-defined]
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for s in states for group in s._fsdp_param_groups)
+
+
+def mark_as_offloaded(model: nn.Module, value: bool) -> None:
+    """Says of a model that is not yet made parallel whether FSDP2 will keep its shards on the host."""
+    vars(model)[_WILL_OFFLOAD] = value
 
 
 def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -1,13 +1,14 @@
-"""Private names of torch.distributed: the store over which processes have met, and the timeout of a process group."""
+"""Private names of torch.distributed: the store over which processes have met, and what is known of its groups."""
 
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 
 def open_store(prefix: str) -> Store | None:
-    """A connection of its own to the store of the default process group; ``None`` if the store cannot be shared.
+    """Opens another connection to the store of the default process group; ``None`` if the store cannot be shared.
 
     The one that torch uses is locked for as long as torch waits for a key. torch has no public way to it.
     """
@@ -18,17 +19,48 @@ def open_store(prefix: str) -> Store | None:
 
 
 def address_of(store: Store) -> tuple[str, int] | None:
-    """Host and port of the process that keeps the store; ``None`` for stores on disk."""
+    """Returns host and port of the process that keeps the store; ``None`` for stores on disk."""
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
 
 
+def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Give the ranks of several axes a group of their own, under ``name`` of the root mesh. Not public yet."""
+    return mesh._flatten(name)
+
+
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Of every collective that follows.
+    """Sets the timeout of every collective of ``group`` that follows.
 
     ``init_device_mesh`` takes a timeout only within options of one backend, and else uses torch's default (30 minutes)
     whatever ``init_process_group`` was given.
     """
-    _set_pg_timeout(timeout, group)
+    public = getattr(distributed_c10d, "set_timeout", None)  # from torch 2.15 on, where the private one warns
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
+
+
+def existing_groups() -> set[ProcessGroup]:
+    """All groups that this process is in, that of all processes among them. torch lists them in private only."""
+    return set(_world.pg_map)
+
+
+def forget_groups_of(mesh: DeviceMesh) -> None:
+    """Let go of groups that were destroyed: ``mesh``, which caches of DTensor hold, would keep their threads alive."""
+    mesh._pg_registry.clear()
+
+
+def has_groups(mesh: DeviceMesh) -> bool:
+    """Tell whether the groups of the whole ``mesh`` have not been let go of."""
+    return bool(mesh._pg_registry)
+
+
+def shared_store(prefix: str) -> Store:
+    """Returns the store of the default process group, as torch uses it itself, with ``prefix`` before all keys."""
+    return PrefixStore(prefix, _get_default_store())
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Of collectives over ``group``, as it was made."""
+    return group._get_backend(group._device_types[0]).options._timeout

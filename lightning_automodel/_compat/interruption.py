@@ -35,7 +35,7 @@ class SignalHandling:
         vars(self._loop).update(advance=checked_advance, _broadcast_sigterm_tensor=lambda: None)
 
     def requeue(self) -> None:
-        """What Lightning does on SLURM's signal: saves, and asks SLURM to start the job again. Collective."""
+        """Saves, and asks SLURM to start the job again, as Lightning does on SLURM's signal. Collective."""
         self._requeue(SIGUSR1, None)  # type: ignore[arg-type]
 
     def tell(self) -> None:
@@ -52,7 +52,7 @@ class SignalHandling:
 
 
 def requeue_path(trainer: Trainer) -> str:
-    """Where Lightning saves when SLURM ends a job, and looks for ``ckpt_path="hpc"``."""
+    """Returns the path to which Lightning saves when SLURM ends a job (``ckpt_path="hpc"``)."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 

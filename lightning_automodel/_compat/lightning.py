@@ -41,6 +41,7 @@ __all__ = [
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 _SELECTED_PATH = "selected_path_of_lightning_automodel"
+_IS_LAST = "is_last_of_lightning_automodel"
 
 
 def set_device(module: nn.Module, device: torch.device) -> None:
@@ -51,7 +52,7 @@ def set_device(module: nn.Module, device: torch.device) -> None:
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:
-    """What ``monitor`` measures with, one per stage: Lightning gives it ``trainer.world_size``; no way in."""
+    """Returns the ``Throughput`` objects of ``monitor``, one per stage: their world size has no public setter."""
     return list(monitor._throughputs.values())
 
 
@@ -62,57 +63,76 @@ def bring_own_precision(strategy: type, choose: Callable[[str, Precision | None]
     """Lets ``choose`` make the precision plugin of trainers with that strategy.
 
     Lightning has a table of strategies that bring their own plugins (FSDP, DeepSpeed), closed to others. It refuses
-    16-mixed for subclasses of ``ModelParallelStrategy``, and replaces it by bf16-mixed on CPU, before it asks any.
+    16-mixed for subclasses of ``ModelParallelStrategy``, and replaces it by bf16-mixed on CPU, before it asks any. It
+    does so while a trainer is being built, when nothing else of it can be reached: the method of the class is replaced,
+    once, and goes on to Lightning's for every other strategy.
 
     Args:
         strategy: subclasses count.
         choose: from the name that the user gave, and the user's plugin if there is one.
     """
     original = _AcceleratorConnector._check_and_init_precision
+    if hasattr(original, "__wrapped__"):
+        return
 
     def check_and_init_precision(self: _AcceleratorConnector) -> Precision:
         if isinstance(self.strategy, strategy):
             return choose(self._precision_flag, self._precision_plugin_flag)
         return original(self)
 
-    _AcceleratorConnector._check_and_init_precision = check_and_init_precision  # type: ignore[method-assign]
+    _AcceleratorConnector._check_and_init_precision = update_wrapper(check_and_init_precision, original)  # type: ignore[method-assign]
 
 
 def choose_checkpoint_paths(strategy: type, find_last: Callable[[Trainer, Any], Any]) -> None:
-    """Makes every trainer keep which checkpoint its present call starts from; see :func:`checkpoint_path_of`.
+    """Makes trainers with that strategy keep which checkpoint a call starts from; see :func:`checkpoint_path_of`.
 
     Trainer keeps it in a local variable until after ``configure_model``, which wants to know whether weights that it
-    would read from elsewhere are about to be overwritten. What "last" means is fixed in the same private method.
+    would read from elsewhere are about to be overwritten. What "last" means is fixed in the same private method, which
+    is called before the strategy hears of the trainer: the method of the class is replaced, once.
 
     Args:
         strategy: subclasses count.
         find_last: from a trainer with that strategy and what Lightning found, what ``ckpt_path="last"`` means.
     """
     original = _CheckpointConnector._select_ckpt_path
+    if hasattr(original, "__wrapped__"):
+        return
 
     def select(self: _CheckpointConnector, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         path = original(self, state_fn, ckpt_path, *args, **kwargs)
-        if ckpt_path == "last" and isinstance(self.trainer.strategy, strategy):
-            path = find_last(self.trainer, path)
-        vars(self)[_SELECTED_PATH] = path
+        if not isinstance(self.trainer.strategy, strategy):
+            return path
+        path = find_last(self.trainer, path) if ckpt_path == "last" else path
+        vars(self).update({_SELECTED_PATH: path, _IS_LAST: ckpt_path == "last"})
         return path
 
-    if not hasattr(original, "__wrapped__"):
-        _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
+    _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> Any:
-    """Where ``callback`` saves; before the run has begun, only a private method knows it if the user gave no place."""
+    """Returns the folder of ``callback``, which only a private method knows if the user gave none."""
     return callback.dirpath or callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
 
 
 def checkpoint_path_of(trainer: Trainer) -> Any:
-    """The checkpoint that the present call of ``trainer`` starts from, or ``None``."""
+    """Returns the checkpoint that the present call of ``trainer`` starts from, or ``None``."""
     return vars(trainer._checkpoint_connector).get(_SELECTED_PATH)
 
 
+def starts_from_last(trainer: Trainer) -> bool:
+    """Tells whether the present call of ``trainer`` was given ``ckpt_path="last"``."""
+    return vars(trainer._checkpoint_connector).get(_IS_LAST, False)
+
+
+def replace_checkpoint_path(trainer: Trainer, path: str) -> None:
+    """Changes what :func:`checkpoint_path_of` gives."""
+    vars(trainer._checkpoint_connector)[_SELECTED_PATH] = path
+
+
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the last training batch was not the last of its optimizer step. Never so with manual optimization."""
+    """Tells whether the last training batch was not the last of its optimizer step. Never so with manual
+    optimization.
+    """
     module = trainer.lightning_module
     loop = trainer.fit_loop.epoch_loop
     return (
@@ -124,7 +144,7 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 
 def begin_next_epoch(trainer: Trainer) -> None:
-    """For a run that has resumed after the last batch of an epoch, before it goes on: the next epoch begins.
+    """Begins the next epoch of a run that has resumed after the last batch of one.
 
     Lightning counts the epoch as done, but does not begin the next one (neither its counts nor its hooks). A checkpoint
     of that next epoch then has one epoch too few, so that who resumes from it gets other samples, and never ends.
@@ -136,12 +156,12 @@ def begin_next_epoch(trainer: Trainer) -> None:
 
 
 def overfits(trainer: Trainer) -> bool:
-    """Whether ``Trainer(overfit_batches=...)`` is on: an attribute that Lightning does not declare."""
+    """Tells whether ``Trainer(overfit_batches=...)`` is on: an attribute that Lightning does not declare."""
     return bool(getattr(trainer, "overfit_batches", 0))
 
 
 def uses_distributed_sampler(trainer: Trainer) -> bool:
-    """What ``Trainer(use_distributed_sampler=...)`` said; Lightning keeps it private."""
+    """Returns the value of ``Trainer(use_distributed_sampler=...)``; Lightning keeps it private."""
     return trainer._accelerator_connector.use_distributed_sampler
 
 
@@ -169,7 +189,7 @@ METRIC_CACHE = "_computed"  # attribute of a torchmetrics metric: what compute()
 
 
 def get_fetcher(loop: EvaluationLoop) -> object:
-    """What hands batches to ``loop``, from ``on_validation_start`` on."""
+    """Returns what hands batches to ``loop``, from ``on_validation_start`` on."""
     return loop._data_fetcher
 
 
@@ -179,7 +199,7 @@ def set_fetcher(loop: EvaluationLoop, fetcher: PrefetchDataFetcher) -> None:
 
 
 def is_sequential(loader: CombinedLoader) -> bool:
-    """Whether one loader follows the other, so that batches say which loader they come from."""
+    """Tells whether one loader follows the other, so that batches say which loader they come from."""
     return loader._mode == "sequential"
 
 
@@ -194,7 +214,7 @@ def end_loader(loop: EvaluationLoop, dataloader_idx: int) -> None:
 def discarded_logs(
     trainer: Trainer, loop: EvaluationLoop, batch: object, dataloader_idx: int | None
 ) -> Generator[None, None, None]:
-    """Within this context ``self.log`` takes part in reductions, but its values do not count.
+    """Lets ``self.log`` take part in reductions without counting its values, within this context.
 
     Keys that are new stay, with weight 0: they are reduced at the end of the loader, by every rank or by none.
     """
@@ -222,5 +242,7 @@ def discarded_logs(
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Whether Lightning has put ``torch.compile`` around the steps of ``module``; only a private attribute says so."""
+    """Tells whether Lightning has put ``torch.compile`` around the steps of ``module``; only a private attribute says
+    so.
+    """
     return module._compiler_ctx is not None

@@ -3,21 +3,32 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from transformers import modeling_flash_attention_utils
+from torch import nn
+from transformers import PreTrainedModel, modeling_flash_attention_utils
 from transformers.utils.output_capturing import _active_collector
 
 _TEST_OF_PACKING = modeling_flash_attention_utils._is_packed_sequence
 
 
+def plan_of_class(kind: type[PreTrainedModel]) -> dict[str, str]:
+    """Return the tensor-parallel plan that a class declares for itself; instances show a merged one only."""
+    return kind._tp_plan or {}
+
+
+def checkpoints_with_cache(layer: nn.Module) -> bool:
+    """Tells whether a layer of transformers may be recomputed while it writes a cache."""
+    return bool(getattr(layer, "_can_checkpoint_with_cache", False))
+
+
 def recordings_of_call() -> dict[str, list]:
-    """What transformers records inside of blocks during the present call of a model (router logits), by key."""
+    """Returns what transformers records inside of blocks during the present call of a model, by key."""
     active = _active_collector.get() or {}
     return {key: x for key, x in active.items() if isinstance(x, list) and key != "hidden_states"}
 
 
 @contextmanager
 def recording_inside_graph(recorded: dict[str, list]) -> Generator[None, None, None]:
-    """Within this context, which a compiled graph enters, transformers records into ``recorded``.
+    """Makes transformers record into ``recorded`` inside of a compiled graph, within this context.
 
     Its context variable cannot be traced; it reads plain attributes where the whole model is compiled.
     """
@@ -29,7 +40,7 @@ def recording_inside_graph(recorded: dict[str, list]) -> Generator[None, None, N
 
 
 def set_test_of_packing(active: bool) -> None:
-    """Whether transformers' flash attention looks at the positions of every batch for several documents in a row.
+    """Turns transformers' test of packed documents in flash attention on or off, for the whole process.
 
     It reads their values on the host in every layer, and offers no way to tell it beforehand. Of the whole process.
     """

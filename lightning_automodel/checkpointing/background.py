@@ -13,10 +13,13 @@ from torch.distributed import ProcessGroup
 from lightning_automodel.checkpointing.dcp import Held
 from lightning_automodel.checkpointing.folder import Contents, save_folder
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.kept_groups import keep
+
+_in_flight: list[threading.Thread] = []
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time, in a thread of its own and through a process group of its own.
+    """Writes one checkpoint at a time, in a thread of its own and through a process group for nothing else.
 
     An error of a save is raised, on every rank, by the next call of :meth:`save` or :meth:`wait`.
 
@@ -28,20 +31,25 @@ class BackgroundSaver:
         self.timeout: timedelta | None = None
         self._thread: threading.Thread | None = None
         self._error: tuple[Location, Exception] | None = None
-        self._group: ProcessGroup | None = None
         self._memory = HostMemory()
         self._afterwards: list[Callable[[], None]] = []
         self._is_writing = False
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type, tuple]:
+        return BackgroundSaver, ()  # a copy has nothing in flight
+
     def save(self, contents: Contents, path: Location) -> None:
         """Copies what this rank holds to host memory, and returns. Waits for the save before. Collective."""
         self.wait()
         copied = Contents(self._memory.copy(contents.tensors), contents.metadata)
-        if self._group is None:
-            self._group = dist.new_group(timeout=self.timeout, backend="gloo")
+        for thread in _in_flight:  # of another trainer: its collectives come before these on every rank
+            thread.join()
+        timeout = self.timeout
+        group = keep(("background", timeout), lambda: dist.new_group(timeout=timeout, backend="gloo"))
         self._is_writing = True
-        self._thread = threading.Thread(target=self._run, args=(copied, path), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(copied, path, group), name="checkpoint")
+        _in_flight[:] = [self._thread]
         self._thread.start()
 
     def afterwards(self, function: Callable[[], None]) -> None:
@@ -72,13 +80,10 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._memory = HostMemory()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
 
-    def _run(self, contents: Contents, path: Location) -> None:
+    def _run(self, contents: Contents, path: Location, group: ProcessGroup) -> None:
         try:
-            save_folder(contents, path, self._group)
+            save_folder(contents, path, group)
         except Exception as error:
             self._error = (path, error)
         with self._lock:
@@ -96,7 +101,7 @@ class HostMemory:
         self._buffers: list[Tensor] = []
 
     def copy(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """A tree of ``Held`` whose memory is the training's no more. What was copied before is overwritten."""
+        """Copies a tree of ``Held`` into the staging memory, over what was copied before."""
         unused = iter(list(self._buffers))
         self._buffers = []
 

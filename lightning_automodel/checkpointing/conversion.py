@@ -10,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from lightning_automodel.checkpointing.adapters import merged, tensors_of_base, with_adapters, write_adapters
 from lightning_automodel.checkpointing.dcp import StoredTensor
 from lightning_automodel.checkpointing.description import Description, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
@@ -18,7 +19,8 @@ from lightning_automodel.checkpointing.names import prefix_of
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.logs import logger
+from lightning_automodel.distributed.logs import logger
+from lightning_automodel.modules.wrappers import name_without_wrappers, without_wrappers
 
 _MAPPED = 1 << 20  # bytes; larger tensors lie in files while they are collected
 
@@ -32,8 +34,11 @@ def export(
     dtype: str | None = None,
     max_shard_size: str = "2GB",
     weights_only: bool = True,
+    merge: bool = False,
 ) -> None:
     """Writes the model of a checkpoint as a directory that from_pretrained and inference engines read.
+
+    Where the checkpoint is of adapters, a directory that PeftModel.from_pretrained reads.
 
     Args:
         checkpoint: folder, file or URL, of any strategy and layout.
@@ -44,6 +49,7 @@ def export(
         dtype: of the weights, for example bfloat16; by default as in the checkpoint.
         max_shard_size: of a file, and what is in memory at most (unless one block is larger).
         weights_only: refuse pickled objects in the checkpoint, which can run code.
+        merge: adapters are added to the layers that they adapt, and the whole model is written.
     """
     directory = Path(output)
     if directory.is_file():
@@ -53,8 +59,12 @@ def export(
     path = Location.of(checkpoint)
     content = _read(path, weights_only)
     description = _choose(content, model, config, path)
-    built = description.build()
     state = {clean_name(name): value for name, value in content["state_dict"].items()}
+    if description.adapters:
+        _export_adapters(description, state, directory, merge, kind, max_shard_size)
+        _write_tokenizer(tokenizer or description.source, directory, is_wanted=tokenizer is not None)
+        return
+    built = description.build()
     prefix = _prefix(built, description, state, path)
     write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
     _write_tokenizer(tokenizer or description.source, directory, is_wanted=tokenizer is not None)
@@ -105,7 +115,7 @@ def _choose(content: Mapping[str, Any], name: str | None, config: str | None, pa
 
 
 def _prefix(model: PreTrainedModel, description: Description, state: Mapping[str, Any], path: Location) -> str:
-    """What stands before the model's names in the checkpoint."""
+    """Finds what stands before the model's names in the checkpoint."""
     needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
     prefix = f"{description.name}." if description.name else ""
     if all(prefix + name in state for name in needed):
@@ -117,6 +127,27 @@ def _prefix(model: PreTrainedModel, description: Description, state: Mapping[str
         f"{path} lacks {len(missing)} of {len(needed)} weights of {type(model).__name__}, for example "
         f"{prefix + missing[0]}; it may be partial (adapters, or parts that were left out), or of another model"
     )
+
+
+def _export_adapters(
+    description: Description, state: Mapping[str, Any], directory: Path, merge: bool, dtype: Any, max_shard_size: str
+) -> None:
+    """Returns the base lies in the checkpoint, or where it was read from."""
+    model = with_adapters(description)
+    prefix = f"{description.name}." if description.name else ""
+
+    def fetch(name: str) -> Tensor:
+        if prefix + name in state:
+            return _whole(state[prefix + name])
+        return base(name_without_wrappers(name))
+
+    if not merge:
+        write_adapters(model, description, fetch, directory)
+        return
+    base = tensors_of_base(description.source, description.build())
+    fetch_merged = merged(model, fetch)
+    with without_wrappers(model):
+        write_pretrained(model, fetch_merged, directory, dtype=dtype, max_shard_size=max_shard_size)
 
 
 def _whole(value: StoredTensor | Tensor) -> Tensor:
@@ -138,7 +169,7 @@ def _write_tokenizer(source: str, directory: Path, is_wanted: bool) -> None:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """As ``optimizer.state_dict()``, which numbers parameters in the order of the groups."""
+    """Numbers parameters in the order of the groups, as ``optimizer.state_dict()`` does."""
     names = [name for group in optimizer["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     groups = [{**group, "params": [number[name] for name in group["params"]]} for group in optimizer["param_groups"]]
@@ -146,7 +177,7 @@ def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(tree: Any, directory: Path, known: dict[StoredTensor, Tensor]) -> Any:
-    """The tree with tensors. Large ones lie in files of ``directory`` and take no memory of the process's own."""
+    """Loads the tensors of a tree; large ones are mapped from files of ``directory``."""
     if type(tree) is dict:
         return {key: _loaded(value, directory, known) for key, value in tree.items()}
     if type(tree) is list:

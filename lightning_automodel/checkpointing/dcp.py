@@ -33,8 +33,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.pieces import Piece
-from lightning_automodel.shards import copy_from_whole, local_tensor, pieces, replicas
+from lightning_automodel.distributed.boxes import Piece
+from lightning_automodel.distributed.shards import copy_from_whole, local_tensor, pieces, replicas
 
 Tree = dict[str, Any]
 
@@ -49,7 +49,7 @@ class StoredTensor:
     dtype: torch.dtype
 
     def load(self) -> Tensor:
-        """The whole tensor, on the CPU; each rank that calls reads it for itself."""
+        """Reads the whole tensor to the CPU, on each rank that calls."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         _load_alone({self.key: tensor}, self.folder, _PieceReader())
         return tensor
@@ -71,7 +71,7 @@ class Held:
 
     @staticmethod
     def of(tensor: Tensor, key: str) -> "Held":
-        """Without a copy. ``key`` decides which of the ranks that hold the same writes it."""
+        """Describes what this rank holds of ``tensor``, without a copy; ``key`` chooses the writer among replicas."""
         copies, index = replicas(tensor)
         is_writer = zlib.crc32(key.encode()) % copies == index
         local = local_tensor(tensor)
@@ -95,7 +95,7 @@ def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup
 
 @contextmanager
 def _ordinary_errors() -> Generator[None, None, None]:
-    """DCP's exception is no ``Exception``, so that threads and callers who handle errors would miss it."""
+    """Raises DCP's exception, which is no ``Exception``, as one that callers and threads can handle."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -104,7 +104,7 @@ def _ordinary_errors() -> Generator[None, None, None]:
 
 
 def list_tensors(folder: Location, weights_only: bool | None) -> Tree:
-    """The tree that was written, with a :class:`StoredTensor` for each tensor. Other objects are read at once.
+    """Reads the tree that was written, with a :class:`StoredTensor` for each tensor.
 
     Raises:
         pickle.UnpicklingError: if an object needs ``weights_only=False``.
@@ -155,14 +155,14 @@ def _read_objects(folder: Location, keys: list[str], weights_only: bool | None) 
 
 
 def _load_alone(values: Tree, folder: Location, planner: DefaultLoadPlanner) -> None:
-    """On this rank only, which DCP would warn of."""
+    """Loads on this rank only, without DCP's warning about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(values, storage_reader=_Reader(folder), planner=planner, no_dist=True)
 
 
 def _with_lists(tree: Any) -> Any:
-    """DCP names the elements of a list by their numbers."""
+    """Turns dicts with the keys 0, 1, ... back into lists, whose elements DCP names by number."""
     if not isinstance(tree, dict):
         return tree
     values = {key: _with_lists(value) for key, value in tree.items()}
@@ -297,7 +297,7 @@ class _Writer(FileSystemWriter):
 
 @contextmanager
 def _without_inner_checksums() -> Generator[None, None, None]:
-    """DCP writes each tensor as an archive with a checksum, which costs a pass over its memory and is never compared:
+    """Leaves out the checksum of each tensor's archive, which costs a pass over memory and is never compared:
     ours are of whole files. The switch is this thread's.
     """
     before = get_crc32_options()

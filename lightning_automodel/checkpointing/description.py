@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from lightning_automodel.blocks import class_names
+from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import is_wrapper
 
 DESCRIPTIONS = "hugging_face_models"
 
@@ -26,6 +27,8 @@ class Description:
         config: JSON.
         generation_config: JSON, or ``None``.
         source: name or directory that the model was loaded from, where its tokenizer is; may be empty.
+        adapters: configs of peft by the adapters' names, JSON.
+        active: names of the adapters that are in use.
     """
 
     name: str
@@ -33,9 +36,11 @@ class Description:
     config: str
     generation_config: str | None
     source: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    active: tuple[str, ...] = ()
 
     def build(self) -> PreTrainedModel:
-        """The model without weights, on the meta device.
+        """Builds the model without weights, on the meta device.
 
         Raises:
             ValueError: if the class is not one of the installed transformers.
@@ -56,7 +61,7 @@ class Description:
 
     @staticmethod
     def of_directory(directory: Path) -> "Description":
-        """Of a model that lies in Hugging Face's format, for checkpoints that say nothing.
+        """Describes a model that lies in Hugging Face's format, for checkpoints that say nothing.
 
         Raises:
             ValueError: if there is no ``config.json`` with an architecture.
@@ -76,7 +81,7 @@ class Description:
 
 
 def describe_models(module: nn.Module) -> list[dict[str, Any]]:
-    """The outermost Hugging Face models of ``module``, as the entry of a checkpoint."""
+    """Describes the outermost Hugging Face models of ``module``, for an entry of a checkpoint."""
     found: dict[str, PreTrainedModel] = {}
     for name, child in module.named_modules():
         if isinstance(child, PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -85,7 +90,7 @@ def describe_models(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def descriptions_of(checkpoint: Mapping[str, Any]) -> list[Description]:
-    """What :func:`describe_models` put into a checkpoint."""
+    """Reads what :func:`describe_models` put into a checkpoint."""
     return [Description(**entry) for entry in checkpoint.get(DESCRIPTIONS, [])]
 
 
@@ -97,4 +102,12 @@ def _describe(name: str, model: PreTrainedModel) -> Description:
         config=model.config.to_json_string(use_diff=False),
         generation_config=None if generation is None else generation.to_json_string(),
         source=str(getattr(model.config, "_name_or_path", "") or ""),
+        adapters={n: json.dumps(c.to_dict(), default=list) for n, c in getattr(model, "peft_config", {}).items()},
+        active=tuple(_active(model)),
     )
+
+
+def _active(model: nn.Module) -> list[str]:
+    layers: list[Any] = [module for module in model.modules() if is_wrapper(module)]
+    layer = next((layer for layer in layers if hasattr(layer, "active_adapters")), None)
+    return [] if layer is None else list(layer.active_adapters)

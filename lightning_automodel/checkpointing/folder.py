@@ -106,7 +106,7 @@ def _complete(staging: Staging, metadata: bytes, sums: Sums) -> None:
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[Checkpoint, Checkpoint]:
-    """What DCP writes, and what goes into the metadata. A tensor with several names is written under the first."""
+    """Splits a tree into what DCP writes and what goes into the metadata."""
     rest = dict(checkpoint)
     first: dict[int, str] = {}
     state = checkpoint.get("state_dict", {})

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import revert_weight_conversion
-from lightning_automodel.blocks import class_names, find_blocks, outermost
+from lightning_automodel.modules.structure import class_names, find_blocks, outermost
 
 INDEX = "model.safetensors.index.json"
 Fetch = Callable[[str], Tensor | None]
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from "2GB", "500MB" (powers of ten) or a number.
+    """Converts "2GB" or "500MB" (powers of ten), or a number, to bytes.
 
     Raises:
         ValueError: for anything else.
@@ -44,7 +44,7 @@ def parse_size(size: int | str) -> int:
 
 
 def floating_dtype(name: str) -> torch.dtype:
-    """``torch.bfloat16`` from "bfloat16".
+    """Converts "bfloat16" to ``torch.bfloat16``.
 
     Raises:
         ValueError: for a name that is no floating-point dtype of torch.
@@ -61,6 +61,7 @@ def write_pretrained(
     directory: Path | None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "2GB",
+    variant: str | None = None,
 ) -> None:
     """Writes weights, config and generation config to ``directory``, which ``from_pretrained`` then loads.
 
@@ -73,11 +74,12 @@ def write_pretrained(
         dtype: of floating-point tensors in the files; ``None``: as they come.
         max_shard_size: bytes of a file, or text such as "2GB"; what the writing process holds at most, unless one block
             is larger.
+        variant: stands in the names of files, as ``from_pretrained`` expects it.
     """
     limit = parse_size(max_shard_size)
-    shards = None if directory is None else _Shards(directory, limit)
+    shards = None if directory is None else _Shards(directory, limit, variant)
     dtypes: set[torch.dtype] = set()
-    for names in _groups(model):
+    for names in group_names(model):
         fetched = {name: fetch(name) for name in names}
         if shards is not None:
             tensors = {name: _cast(t, dtype) for name, t in fetched.items() if t is not None}
@@ -89,7 +91,7 @@ def write_pretrained(
         _write_configs(model, shards.directory, dtype or (dtypes.pop() if len(dtypes) == 1 else model.dtype))
 
 
-def _groups(model: PreTrainedModel) -> Iterator[list[str]]:
+def group_names(model: PreTrainedModel) -> Iterator[list[str]]:
     """Names that are converted together: those of a block, else those of a module. Tied names appear once."""
     blocks = list(find_blocks(model))
     groups: dict[str, list[str]] = {}
@@ -115,8 +117,9 @@ def _write_configs(model: PreTrainedModel, directory: Path, dtype: torch.dtype) 
 class _Shards:
     """Collects tensors into files, which get their names when their number is known."""
 
-    def __init__(self, directory: Path, limit: int) -> None:
+    def __init__(self, directory: Path, limit: int, variant: str | None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.stem, self.index = ("model", INDEX) if variant is None else (f"model.{variant}", _with(variant, INDEX))
         self.directory = directory
         self.limit = limit
         self.waiting: dict[str, Tensor] = {}
@@ -136,18 +139,19 @@ class _Shards:
         """Replaces what an earlier export left."""
         if self.waiting:
             self._write()
-        for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
-            old.unlink(missing_ok=True)
+        kept = [f"{self.stem}.safetensors", f"{self.stem}-?????-of-?????.safetensors", self.index]
+        for old in [path for pattern in kept for path in self.directory.glob(pattern)]:
+            old.unlink()
         count = len(self.written)
-        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        names = [f"{self.stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         if count == 1:
-            names = ["model.safetensors"]
+            names = [f"{self.stem}.safetensors"]
         for i, name in enumerate(names):
             self._part(i).rename(self.directory / name)
         if count > 1:
             table = {tensor: name for name, tensors in zip(names, self.written, strict=True) for tensor in tensors}
             index = {"metadata": {"total_size": self.total}, "weight_map": table}
-            (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (self.directory / self.index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
         save_file(self.waiting, self._part(len(self.written)), metadata={"format": "pt"})
@@ -156,6 +160,12 @@ class _Shards:
 
     def _part(self, index: int) -> Path:
         return self.directory / f"model-{index + 1:05d}.safetensors.part"
+
+
+def _with(variant: str, name: str) -> str:
+    """``model.safetensors.index.fp16.json``, as transformers names it."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{variant}.{ending}"
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -26,37 +26,37 @@ class SummingWriter(io.RawIOBase):
         self.crc = 0
 
     def writable(self) -> bool:
-        """It is."""
+        """Returns ``True``."""
         return True
 
     def write(self, data: Any) -> int:
-        """All of it."""
+        """Writes all of ``data``, and adds it to the sum."""
         self.crc = crc32(data, self.crc)
         count = self.file.write(data)
         self.size += count
         return count
 
     def tell(self) -> int:
-        """How much has been written."""
+        """Returns how many bytes have been written."""
         return self.size
 
     def flush(self) -> None:
-        """Of the file below."""
+        """Flushes the file below."""
         if not self.file.closed:
             self.file.flush()
 
     def fileno(self) -> int:
-        """Of the file below."""
+        """Returns the descriptor of the file below."""
         return self.file.fileno()
 
 
 def sum_of(content: bytes) -> tuple[int, int]:
-    """Size and CRC-32."""
+    """Computes size and CRC-32."""
     return len(content), crc32(content)
 
 
 def to_json(sums: Sums) -> bytes:
-    """The content of ``checksums.json``."""
+    """Encodes the content of ``checksums.json``."""
     return json.dumps({name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(sums.items())}).encode()
 
 

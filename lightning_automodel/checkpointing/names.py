@@ -9,7 +9,7 @@ from lightning_automodel.checkpointing.storage import Location
 
 
 def stored_names(path: Location) -> set[str]:
-    """Names in ``state_dict``; none if the checkpoint cannot be read, which loading it will say."""
+    """Lists the names in ``state_dict``; none if the checkpoint cannot be read, which loading it will say."""
     try:
         return {clean_name(name) for name in read_checkpoint(path)["state_dict"]}
     except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError):
@@ -17,7 +17,7 @@ def stored_names(path: Location) -> set[str]:
 
 
 def prefix_of(needed: Iterable[str], stored: set[str]) -> str | None:
-    """What stands before all names of a model in a checkpoint, or ``None`` if it does not hold all of them."""
+    """Finds what stands before all names of a model in a checkpoint; ``None`` if it does not hold all of them."""
     needed = [clean_name(name) for name in needed]
     if not needed:
         return None

@@ -92,7 +92,7 @@ def _set_aside(path: Location) -> Location:
 
 
 def _lock(folder: Location) -> IO[Any] | None:
-    """An open file, locked until it is closed or its process ends; ``None`` where files cannot be locked."""
+    """Opens a file that is locked until it is closed or its process ends; ``None`` where files cannot be locked."""
     if not folder.is_local:
         return None
     file = (folder / _LOCK).open("wb")

@@ -1,6 +1,6 @@
 """Collects and restores the states of a model and its optimizers, by the names of parameters, in any layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
-from lightning_automodel.fragments import as_stored, like_parameter, stored_state
-from lightning_automodel.shards import gather_whole
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter, stored_state
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 State = dict[str, Any]
 
 
 def clean_name(name: str) -> str:
-    """The name without what ``torch.compile`` and torch's activation checkpointing put into it."""
+    """Removes from a name what ``torch.compile`` and torch's activation checkpointing put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -39,12 +39,12 @@ def model_state(model: nn.Module) -> State:
 
 
 def named_state(model: nn.Module) -> State:
-    """The parameters and persistent buffers themselves, by the names that they have in a checkpoint."""
+    """Yields parameters and persistent buffers by the names that they have in a checkpoint."""
     return {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """``optimizer.state_dict()`` with the names of parameters in place of their numbers, so that it outlives a change
+    """Returns ``optimizer.state_dict()`` with names in place of the numbers of parameters, so that it outlives a change
     of their order, of their groups and of the layout.
 
     Raises:
@@ -52,12 +52,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """
     names = _names_in_order(model, optimizer)
     state = stored_state(optimizer)
+    if not state:
+        return {}
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return {"state": {names[i]: value for i, value in state["state"].items()}, "param_groups": groups}
 
 
 def gather_state(state: Any) -> Any:
-    """A copy of a tree of dicts and lists with whole tensors on the CPU of rank 0, and without tensors elsewhere.
+    """Gathers a tree of dicts and lists: whole tensors on the CPU of rank 0, and no tensors elsewhere.
     Collective. Tensors are gathered one by one, so that no other rank holds more than its part.
     """
     gathered: dict[int, Tensor | None] = {}
@@ -79,13 +81,16 @@ def gather_state(state: Any) -> Any:
 # ---- restoring -------------------------------------------------------------------------------------------------------
 
 
-def restore_model(model: nn.Module, source: Mapping[str, Any], strict: bool = True) -> None:
+def restore_model(
+    model: nn.Module, source: Mapping[str, Any], strict: bool = True, left_out: Set[str] = frozenset()
+) -> None:
     """Overwrites the model's parameters and buffers with ``source``; each rank reads its part. Collective.
 
     Args:
         model: in its final layout.
         source: whole tensors, or tensors stored in a checkpoint folder, by name. Of tied parameters one name suffices.
         strict: refuse a parameter that is missing and a name that does not exist.
+        left_out: names that may be missing all the same.
 
     Raises:
         ValueError: naming what is missing, unknown, or of another shape.
@@ -93,7 +98,7 @@ def restore_model(model: nn.Module, source: Mapping[str, Any], strict: bool = Tr
     source = {clean_name(name): value for name, value in source.items()}
     targets = model.state_dict(keep_vars=True)
     ties = _ties(targets)
-    _check_names(source, ties, strict)
+    _check_names(source, ties, strict, {clean_name(name) for name in left_out})
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
     others = {}
     for names in ties:
@@ -122,6 +127,8 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     Raises:
         ValueError: if the numbers of parameters differ, or a state does not fit its parameter.
     """
+    if not (saved or optimizer.state_dict()):  # where Lightning put no optimizer
+        return
     names = _names_in_order(model, optimizer)
     saved = _by_name(saved, names)
     state: dict[int, State] = {}
@@ -140,16 +147,16 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
 
 
 def _ties(targets: Mapping[str, Any]) -> list[list[str]]:
-    """Names that stand for one tensor."""
+    """Groups names that stand for one tensor."""
     groups: dict[Any, list[str]] = {}
     for name, value in targets.items():
         groups.setdefault(id(value) if isinstance(value, Tensor) else name, []).append(name)
     return list(groups.values())
 
 
-def _check_names(source: State, ties: list[list[str]], strict: bool) -> None:
+def _check_names(source: State, ties: list[list[str]], strict: bool, left_out: Set[str]) -> None:
     known = [[clean_name(name) for name in names] for names in ties]
-    missing = [names[0] for names in known if not any(name in source for name in names)]
+    missing = [names[0] for names in known if not any(name in source or name in left_out for name in names)]
     unknown = sorted(source.keys() - {name for names in known for name in names})
     if strict and (missing or unknown):
         raise ValueError(
@@ -201,7 +208,7 @@ def _by_name(saved: Mapping[str, Any], names: list[str]) -> State:
 
 
 def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[State]:
-    """The optimizer's own groups with the hyperparameters of the saved group that holds their first parameter."""
+    """Gives the optimizer's groups the hyperparameters of the saved group that holds their first parameter."""
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
         own = [next(names) for _ in group["params"]]
@@ -211,7 +218,7 @@ def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[St
 
 
 def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:
-    """Memory for a state: as its parameter lies if it has the same shape, else whole on each rank."""
+    """Allocates a state: sharded as its parameter if it has the same shape, else whole on each rank."""
     if tuple(value.shape) == tuple(as_stored(parameter).shape):
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     whole = torch.empty(value.shape, dtype=value.dtype, device=parameter.device if value.shape else "cpu")

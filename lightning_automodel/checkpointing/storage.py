@@ -68,44 +68,44 @@ class Location:
         return self.files
 
     def exists(self) -> bool:
-        """Also true of a link that leads nowhere."""
+        """Tells whether there is something, be it a link that leads nowhere."""
         return self.is_link() or self._fresh.exists(self.path)
 
     def is_folder(self) -> bool:
-        """Follows links."""
+        """Tells whether it is a folder, or a link to one."""
         return self._fresh.isdir(self.path)
 
     def is_file(self) -> bool:
-        """Follows links."""
+        """Tells whether it is a file, or a link to one."""
         return self._fresh.isfile(self.path)
 
     def is_link(self) -> bool:
-        """Only local file systems have links."""
+        """Tells whether it is a link, which only local file systems have."""
         return self.is_local and Path(self.path).is_symlink()
 
     def size(self) -> int:
-        """In bytes."""
+        """Returns the size in bytes."""
         return int(self.files.size(self.path))
 
     def modified(self) -> datetime:
-        """When a file was written last; follows links."""
+        """Returns when the file, or what a link leads to, was written last."""
         return self.files.modified(self.resolved())
 
     def resolved(self) -> str:
-        """The path without links."""
+        """Returns the path without links."""
         return os.path.realpath(self.path) if self.is_local else self.path
 
     def names(self) -> list[str]:
-        """What a folder holds."""
+        """Lists what a folder holds."""
         return sorted(PurePosixPath(entry).name for entry in self._fresh.ls(self.path, detail=False))
 
     def open(self, mode: str) -> IO[Any]:
-        """A binary stream; ``mode`` is "rb" or "wb"."""
+        """Opens a binary stream; ``mode`` is "rb" or "wb"."""
         return Path(self.path).open(mode) if self.is_local else self.files.open(self.path, mode)
 
     @contextmanager
     def named_in_errors(self) -> Generator[None, None, None]:
-        """Within this context an error of the disk names this file, which the system does not do for writes."""
+        """Names this file in errors of the disk, within this context; the system does not for writes."""
         try:
             yield
         except OSError as error:
@@ -122,12 +122,12 @@ class Location:
                 os.fsync(file.fileno())
 
     def read(self) -> bytes:
-        """The whole file."""
+        """Reads the whole file."""
         with self.open("rb") as file:
             return file.read()
 
     def make_folder(self) -> None:
-        """With its parents; it may exist."""
+        """Makes a folder with its parents; it may exist."""
         self.files.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
@@ -181,7 +181,7 @@ def _protocols(files: AbstractFileSystem) -> tuple[str, ...]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name survives a loss of power only when its folder has been written."""
+    """Writes a folder to disk, so that a new name in it survives a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

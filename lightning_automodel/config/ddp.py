@@ -6,13 +6,21 @@ from typing import Any
 
 import torch
 
-from lightning_automodel.activation import check_checkpointing
-from lightning_automodel.autocasting import check_autocast
-from lightning_automodel.config.values import check_compile, check_loss, check_switches, resolve_dtype
+from lightning_automodel.config.activation_checkpointing import check_checkpointing
+from lightning_automodel.config.switches import StageSwitches
+from lightning_automodel.config.values import (
+    check_autocast,
+    check_compile,
+    check_count,
+    check_loss,
+    check_nonfinite,
+    check_switches,
+    resolve_dtype,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig:
+class DDPConfig(StageSwitches):
     """Switches of :class:`~lightning_automodel.DDPStrategy`.
 
     Attributes:
@@ -36,6 +44,9 @@ class DDPConfig:
             does, and the others get the weights from it.
         chunked_loss: as in :class:`FSDP2Config`.
         loss_kernel: as in :class:`FSDP2Config`.
+        check_replicas_every_n_steps: as in :class:`FSDP2Config`.
+        nonfinite: as in :class:`FSDP2Config`.
+        skip_damaged_checkpoints: as in :class:`FSDP2Config`.
         backend: of the process group; ``None``: "nccl" on CUDA, "gloo" on CPU.
     """
 
@@ -55,17 +66,22 @@ class DDPConfig:
     read_weights_on_all_ranks: bool = False
     chunked_loss: int | None = None
     loss_kernel: str = "torch"
+    check_replicas_every_n_steps: int | None = None
+    nonfinite: str = "error"
+    skip_damaged_checkpoints: bool = True
     backend: str | None = None
 
     def __post_init__(self) -> None:
         check_switches(self)
+        check_nonfinite(self.nonfinite)
         check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope, self.activation_offload)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive; None is torch's default")
         check_loss(self.chunked_loss, self.loss_kernel)
+        check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps, "steps", 100)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)
         check_autocast(resolve_dtype(self.autocast_dtype))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name; values are not copied."""
+        """Returns the fields by name; values are not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -9,12 +9,16 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_automodel.activation import check_checkpointing
-from lightning_automodel.autocasting import check_autocast
+from lightning_automodel.config.activation_checkpointing import check_checkpointing
+from lightning_automodel.config.switches import StageSwitches
 from lightning_automodel.config.values import (
+    check_autocast,
     check_compile,
     check_count,
+    check_exchange,
     check_loss,
+    check_nonfinite,
+    check_recipe,
     check_resharding,
     check_switches,
     check_tp_plan,
@@ -22,29 +26,24 @@ from lightning_automodel.config.values import (
     resolve_mp_policy,
     resolve_offload_policy,
 )
-from lightning_automodel.float8 import check_recipe
-from lightning_automodel.logs import warn_once
+from lightning_automodel.distributed.logs import warn_once
 
-LEVERS_OF_BLOCKS = (
-    "activation_checkpointing",
-    "activation_checkpointing_scope",
-    "activation_offload",
-    "enable_compile",
-    "float8",
-    "fsdp2_min_num_params",
-)
-"""Fields that work on the repeated blocks of a model."""
 TOWER_POLICIES = ("root", "per_layer", "replicate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2Config:
+class FSDP2Config(StageSwitches):
     """Switches of :class:`~lightning_automodel.FSDP2TPStrategy` (``docs``: what each is worth).
 
     Attributes:
         sequence_parallel: residual stream sharded on the sequence over tp: activations between layers take 1/tp.
-        tp_plan: rules that complete or override the model's own tensor-parallel plan: a dict of name pattern to style
-            name or torch ``ParallelStyle``, or the import path of one or of a function that returns one.
+        cp_balance: with cp, each rank has rows from the front and from the back of a sequence, because the later ones
+            of a causal model see more keys; ``False``: consecutive rows.
+        cp_exchange: what attention does with cp: "gather" the keys and values of all ranks; "all_to_all": each rank has
+            the whole sequence of some heads, which cp must divide; "auto": what moves fewer bytes, layer by layer.
+        tp_plan: rules that replace the model's own tensor-parallel plan, or with ``"extends": "model"`` among them
+            complete and override it: a dict of name pattern to style name or torch ``ParallelStyle``, or the import
+            path of one or of a function that returns one.
         patch_is_packed_sequence: flash attention takes every row of a batch for one document, without looking: static
             shapes for compile, and no wait for the device in every layer. Wrong for packed documents; it concerns all
             models of the process.
@@ -92,9 +91,20 @@ class FSDP2Config:
             and ``enable_compile``; emulated on CPU.
         loss_kernel: what computes that loss: "torch", or on CUDA without tp "liger" or "cut_cross_entropy", where
             installed (``chunked_loss`` is then not needed: they choose their own chunks).
+        check_replicas_every_n_steps: after so many steps of an optimizer, parameters that several ranks hold whole
+            (over tp, and over replicas) are compared by a checksum, and a difference is an error that names one. The
+            strategies do so at each checkpoint in any case; ``None``: only there.
+        nonfinite: what happens before a step whose loss or gradients are NaN or infinite on any rank: "error" ends the
+            run and names step, micro-batch and parameter, "skip" leaves the step out with a warning, "ignore" looks at
+            nothing. float16 (``precision="16-mixed"``) leaves such steps out itself.
+        skip_damaged_checkpoints: where the newest checkpoint is damaged, ``ckpt_path="last"`` goes on from the newest
+            one beside it that is not, with a warning that names both. ``False``: it is an error, as for every other
+            ``ckpt_path``.
     """
 
     sequence_parallel: bool = False
+    cp_balance: bool = True
+    cp_exchange: str = "auto"
     tp_plan: Mapping[str, str | ParallelStyle] | str | None = None
     patch_is_packed_sequence: bool = False
     mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
@@ -119,6 +129,9 @@ class FSDP2Config:
     broadcast_weights: bool = False
     float8: str | None = None
     loss_kernel: str = "torch"
+    check_replicas_every_n_steps: int | None = None
+    nonfinite: str = "error"
+    skip_damaged_checkpoints: bool = True
 
     def __post_init__(self) -> None:
         check_switches(self)
@@ -134,8 +147,11 @@ class FSDP2Config:
         if self.tower_policy not in TOWER_POLICIES:
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
         check_count("fsdp2_min_num_params", self.fsdp2_min_num_params, "parameters", 10_000_000)
+        check_exchange(self.cp_exchange)
         check_loss(self.chunked_loss, self.loss_kernel)
+        check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps, "steps", 100)
         check_recipe(self.float8)
+        check_nonfinite(self.nonfinite)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)
         resolve_mp_policy(self.mp_policy)
         resolve_offload_policy(self.offload_policy)
@@ -158,11 +174,5 @@ class FSDP2Config:
             object.__setattr__(self, "sequence_parallel", True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name; values are not copied."""
+        """Returns the fields by name; values are not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def without_blocks(self) -> "FSDP2Config":
-        """The same for a layer: what works on repeated blocks is left at its default."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        names = (*LEVERS_OF_BLOCKS, "compile_backend", "compile_dynamic")
-        return dataclasses.replace(self, **{name: defaults[name] for name in names})  # type: ignore[arg-type]

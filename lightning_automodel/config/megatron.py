@@ -8,12 +8,13 @@ from typing import Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_automodel.activation import check_checkpointing
-from lightning_automodel.config.values import check_compile, check_loss, check_switches, check_tp_plan
+from lightning_automodel.config.activation_checkpointing import check_checkpointing
+from lightning_automodel.config.switches import StageSwitches
+from lightning_automodel.config.values import check_compile, check_count, check_loss, check_switches, check_tp_plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronFSDPConfig:
+class MegatronFSDPConfig(StageSwitches):
     """Switches of :class:`~lightning_automodel.MegatronFSDPStrategy`, checked against megatron-fsdp 0.6.
 
     Attributes:
@@ -44,6 +45,8 @@ class MegatronFSDPConfig:
         tp_plan: as in :class:`FSDP2Config`.
         chunked_loss: as in :class:`FSDP2Config`.
         loss_kernel: as in :class:`FSDP2Config`.
+        check_replicas_every_n_steps: as in :class:`FSDP2Config`.
+        skip_damaged_checkpoints: as in :class:`FSDP2Config`.
         backend: of the process group; ``None``: "nccl".
     """
 
@@ -70,6 +73,8 @@ class MegatronFSDPConfig:
     tp_plan: Mapping[str, str | ParallelStyle] | str | None = None
     chunked_loss: int | None = None
     loss_kernel: str = "torch"
+    check_replicas_every_n_steps: int | None = None
+    skip_damaged_checkpoints: bool = True
     backend: str | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +82,7 @@ class MegatronFSDPConfig:
         check_tp_plan(self.tp_plan)
         check_checkpointing(self.activation_checkpointing, "all", False)
         check_loss(self.chunked_loss, self.loss_kernel)
+        check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps, "steps", 100)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)
         if self.zero_dp_strategy not in range(4):
             raise ValueError(f"zero_dp_strategy={self.zero_dp_strategy!r} is not a ZeRO stage; use 0, 1, 2 or 3")
@@ -103,5 +109,5 @@ class MegatronFSDPConfig:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name; values are not copied."""
+        """Returns the fields by name; values are not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

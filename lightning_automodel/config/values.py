@@ -2,13 +2,26 @@
 
 import dataclasses
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_automodel.kernels import LOSS_KERNELS
+EXCHANGES = ("auto", "gather", "all_to_all")
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LOSS_KERNELS = {
+    "torch": ("", ""),
+    "liger": ("liger_kernel", "liger-kernel"),
+    "cut_cross_entropy": ("cut_cross_entropy", "cut-cross-entropy"),
+}
+"""Name of the module and of the package, by what ``FSDP2Config.loss_kernel`` calls them."""
+EXTENDS, OWN_PLAN = "extends", "model"
+"""Key of a ``tp_plan`` that completes or overrides another plan and does not replace it, and the name of that plan."""
+NONFINITE = ("error", "skip", "ignore")
+"""What may happen to a step whose loss or gradients are NaN or infinite."""
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_switches(config: Any) -> None:
@@ -26,7 +39,16 @@ def check_tp_plan(plan: Any) -> None:
             f"tp_plan={plan!r} is a {type(plan).__name__}; use a dict of name pattern to style, such as "
             '{"model.layers.*.mlp.up_proj": "colwise"}, or the import path of one'
         )
-    for rule, style in plan.items() if isinstance(plan, Mapping) else ():
+    if not isinstance(plan, Mapping):
+        return
+    if not plan:
+        raise ValueError("tp_plan={} has no rules; None stands for the model's own plan")
+    if plan.get(EXTENDS, OWN_PLAN) != OWN_PLAN:
+        raise ValueError(
+            f"tp_plan={{{EXTENDS!r}: {plan[EXTENDS]!r}}}: the only plan that a plan can extend is the model's own: "
+            f"{{{EXTENDS!r}: {OWN_PLAN!r}}}"
+        )
+    for rule, style in plan.items():
         if not isinstance(rule, str) or not isinstance(style, str | ParallelStyle):
             kind = style if isinstance(style, type) else type(style)
             instance = f": {kind.__name__}()" if issubclass(kind, ParallelStyle) else ""
@@ -51,6 +73,22 @@ def check_compile(enabled: bool, backend: str, dynamic: bool | None) -> None:
         raise ValueError("compile_backend and compile_dynamic do nothing without enable_compile=True")
 
 
+def check_nonfinite(policy: str) -> None:
+    """Checks the field ``nonfinite`` of a config.
+
+    Raises:
+        ValueError: for a policy that does not exist.
+    """
+    if policy not in NONFINITE:
+        raise ValueError(f"nonfinite={policy!r} is not one of {', '.join(map(repr, NONFINITE))}")
+
+
+def check_exchange(exchange: str) -> None:
+    """Refuses an exchange of context parallelism that does not exist."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"cp_exchange={exchange!r} is not one of {', '.join(EXCHANGES)}")
+
+
 def check_count(name: str, value: Any, of: str, example: int) -> None:
     """Refuses what is neither ``None`` nor a number of something."""
     if value is not None and type(value) is not int:
@@ -64,6 +102,32 @@ def check_loss(chunked_loss: int | None, loss_kernel: str) -> None:
     check_count("chunked_loss", chunked_loss, "tokens", 1024)
     if loss_kernel not in LOSS_KERNELS:
         raise ValueError(f"loss_kernel={loss_kernel!r} is not one of {', '.join(LOSS_KERNELS)}")
+
+
+def check_autocast(dtype: torch.dtype | None) -> None:
+    """Checks what a config says.
+
+    Raises:
+        ValueError: for a dtype to which autocast does not cast.
+    """
+    if dtype is not None and dtype not in _AUTOCAST_DTYPES:
+        raise ValueError(
+            f"autocast_dtype={dtype} is not one of {', '.join(map(str, _AUTOCAST_DTYPES))}; None turns it off"
+        )
+
+
+def check_recipe(recipe: str | None) -> None:
+    """Checks the field ``float8`` of a config.
+
+    Raises:
+        ValueError: for a recipe that torchao does not have, or if it is not installed.
+    """
+    if recipe is None:
+        return
+    if recipe not in FLOAT8_RECIPES:
+        raise ValueError(f"float8={recipe!r} is not one of torchao's recipes {', '.join(FLOAT8_RECIPES)}")
+    if find_spec("torchao") is None:
+        raise ValueError(f"float8={recipe!r} needs the package torchao: pip install lightning_automodel[float8]")
 
 
 def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
@@ -89,7 +153,7 @@ def resolve_mp_policy(policy: MixedPrecisionPolicy | Mapping[str, Any] | None) -
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """``"bfloat16"`` or ``"torch.bfloat16"`` to the dtype of that name.
+    """Converts ``"bfloat16"`` or ``"torch.bfloat16"`` to the dtype of that name.
 
     Raises:
         ValueError: if torch has no such dtype.

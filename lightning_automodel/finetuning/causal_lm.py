@@ -12,8 +12,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
 from lightning_automodel.finetuning.pretrained import looked_up
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
@@ -45,6 +46,10 @@ class CausalLM(L.LightningModule):
         model_kwargs: more arguments of ``from_pretrained``: ``attn_implementation``, ``trust_remote_code``, ``dtype``
             (by default what the trainer's precision asks for)...
         from_scratch: random weights from the config; the directory then needs none.
+        peft: an adapter: a config of peft (``LoraConfig(...)``), or its fields, as in YAML: ``{r: 8, target_modules:
+            all-linear}``. The base is frozen. Whatever the names of a model's layers: "all-linear".
+        freeze: patterns of names of parameters or modules that do not train: ``model.layers.[0-9].*``.
+        saves_base: checkpoints hold the frozen base beside an adapter, too; it is read from ``model`` otherwise.
 
     Raises:
         ValueError: if ``model`` is a directory that does not exist or holds no weights.
@@ -57,6 +62,9 @@ class CausalLM(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = WarmupCosine,
         model_kwargs: dict[str, Any] | None = None,
         from_scratch: bool = False,
+        peft: dict[str, Any] | Any | None = None,
+        freeze: list[str] | None = None,
+        saves_base: bool = False,
     ) -> None:
         super().__init__()
         check_weights(model, from_scratch)
@@ -65,7 +73,8 @@ class CausalLM(L.LightningModule):
         self.lr_scheduler = lr_scheduler
         self.model_kwargs = model_kwargs or {}
         self.from_scratch = from_scratch
-        self.model: PreTrainedModel | None = None
+        self.peft, self.freeze_patterns, self.saves_base = peft, freeze or [], saves_base
+        self.model: Any = None
         self.metrics = torch.nn.ModuleDict(
             {
                 split: torch.nn.ModuleDict({"loss": TokenLoss(), "perplexity": TokenPerplexity()})
@@ -91,11 +100,15 @@ class CausalLM(L.LightningModule):
         else:
             with looked_up(self.model_name):
                 self.model = AutoModelForCausalLM.from_pretrained(self.model_name, **kwargs)
+        if self.peft is not None:
+            self.model = add_adapter(self.model, self.peft)
+        freeze(self.model, self.freeze_patterns)
+        report_trainable(self.model, f"CausalLM(peft={self.peft}, freeze={self.freeze_patterns})")
         # from_pretrained returns a model in evaluation mode, and the trainer keeps the mode that it finds.
         self.model.train()
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over what requires a gradient, and the schedule per optimizer step."""
+        """Builds the optimizer over what requires a gradient, and the schedule per optimizer step."""
         optimizer = self.optimizer(p for p in self.parameters() if p.requires_grad)
         if self.lr_scheduler is None:
             return optimizer
@@ -115,7 +128,7 @@ class CausalLM(L.LightningModule):
         self._clock = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Token losses summed, over a constant; ``on_before_optimizer_step`` makes the gradients those of the mean."""
+        """Sums token losses over a constant; ``on_before_optimizer_step`` makes the gradients those of the mean."""
         targets = count_targets(batch["labels"])
         capacity = self._window.agree_on_capacity(batch["labels"], self._data_group)
         loss = self._forward(batch, num_items_in_batch=capacity).loss
@@ -156,7 +169,7 @@ class CausalLM(L.LightningModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Batch:
-        """What the model thinks of given texts.
+        """Scores given texts.
 
         Returns:
             ``log_likelihood``, float32 [batch], natural logarithm, and ``tokens``, int64 [batch], how many it sums.

@@ -16,7 +16,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def render_chat(
     record: ChatRecord, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
 ) -> tuple[str, list[Span]]:
-    """The conversation as text, and the spans (in characters) of the assistant's turns.
+    """Renders the conversation as text, with the spans (in characters) of the assistant's turns.
 
     A template that marks them with ``{% generation %}`` decides. Otherwise a turn is what the template adds to the
     rendered beginning of the conversation, after the header that asks for an answer.

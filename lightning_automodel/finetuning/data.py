@@ -249,7 +249,9 @@ def _default_cache_dir() -> Path:
 
 
 def token_rows(loader: Iterable[dict[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
-    """The rows of a data loader as plain lists, one dict per row, for tools that know nothing of this package."""
+    """Returns the rows of a data loader as plain lists, one dict per row, for tools that know nothing of this
+    package.
+    """
     rows: list[dict[str, list[int]]] = []
     for batch in loader:
         values = {key: value.tolist() for key, value in batch.items()}

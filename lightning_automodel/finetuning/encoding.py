@@ -99,7 +99,7 @@ class Encoder:
 
 
 def _overlaps(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Which tokens hold a character of a span. A token over the border of prompt and answer counts as answer.
+    """Finds the tokens that hold a character of a span. A token over the border of prompt and answer counts as answer.
 
     Args:
         offsets: int [tokens, 2], first and last + 1 character; special tokens that the tokenizer adds have none.

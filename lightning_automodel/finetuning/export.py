@@ -1,15 +1,21 @@
 """Writes the trained model in Hugging Face's format when training ends."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning as L
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_automodel.checkpointing.adapters import merged, with_adapters, write_adapters
+from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
-from lightning_automodel.fragments import as_stored
-from lightning_automodel.shards import gather_whole
+from lightning_automodel.checkpointing.save_pretrained import write_sharded
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.uneven_shards import as_stored
+from lightning_automodel.modules.wrappers import without_wrappers
 
 
 class HuggingFaceExport(L.Callback):
@@ -23,12 +29,17 @@ class HuggingFaceExport(L.Callback):
         dirpath: the directory; made if it does not exist, files of the same names are overwritten.
         dtype: of the weights in the files, for example "bfloat16"; ``None``: that of the model.
         max_shard_size: of a file, and what rank 0 holds at most (unless one block is larger).
+        merge: write a model with adapters as a whole, with these added to the layers; else what peft's
+            ``PeftModel.from_pretrained`` reads.
 
     Raises:
         ValueError: if ``dtype`` or ``max_shard_size`` is not one.
     """
 
-    def __init__(self, dirpath: str, dtype: str | None = None, max_shard_size: str = "2GB") -> None:
+    def __init__(
+        self, dirpath: str, dtype: str | None = None, max_shard_size: str = "2GB", merge: bool = False
+    ) -> None:
+        self.merge = merge
         self.dirpath = Path(dirpath)
         self.dtype = None if dtype is None else floating_dtype(dtype)
         self.max_shard_size = parse_size(max_shard_size)
@@ -39,26 +50,57 @@ class HuggingFaceExport(L.Callback):
             raise ValueError(f"HuggingFaceExport(dirpath={str(self.dirpath)!r}) is a file; give a directory")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Every rank takes part; rank 0 writes, and the others wait."""
+        """Writes the model on rank 0. Collective."""
         model = _model_of(pl_module)
-        state = model.state_dict(keep_vars=True)
-        directory = self.dirpath if trainer.is_global_zero else None
-        write_pretrained(model, lambda name: _whole(state[name]), directory, self.dtype, self.max_shard_size)
+        if getattr(model, "peft_config", None):
+            write_adapted(pl_module, model, self.dirpath, self.dtype, self.max_shard_size, merge=self.merge)
+        else:
+            write_sharded(model, self.dirpath, dtype=self.dtype, max_shard_size=self.max_shard_size)
         tokenizer = getattr(getattr(trainer, "datamodule", None), "loaded_tokenizer", None)
         if trainer.is_global_zero and tokenizer is not None:
             tokenizer.save_pretrained(self.dirpath)
         trainer.strategy.barrier("HuggingFaceExport")
 
 
+def write_adapted(
+    module: L.LightningModule,
+    model: PreTrainedModel,
+    directory: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    *,
+    merge: bool,
+) -> None:
+    """Writes the adapters of a model whose parameters lie on several ranks, alone or merged: all ranks call."""
+    state = model.state_dict(keep_vars=True)
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    (description,) = descriptions_of({DESCRIPTIONS: describe_models(module)})
+    twin = with_adapters(description)
+    if not merge:
+        write_adapters(twin, description, lambda name: _whole(state[name]), directory if is_writer else None)
+        return
+    fetch = merged(twin, lambda name: _whole(state[name]))
+    with without_wrappers(twin):
+        write_pretrained(twin, fetch, directory if is_writer else None, dtype=dtype, max_shard_size=max_shard_size)
+
+
 def _whole(tensor: Tensor) -> Tensor | None:
     return gather_whole(as_stored(tensor)) if dist.is_initialized() else tensor.detach().cpu()
 
 
+def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_models(child)
+
+
 def _model_of(module: L.LightningModule) -> PreTrainedModel:
-    models = [child for child in module.children() if isinstance(child, PreTrainedModel)]
+    models = [unit for child in module.children() for unit in _outermost_models(child)]
     if len(models) != 1:
         raise ValueError(
             f"{type(module).__name__} holds {len(models)} Hugging Face models as attributes; HuggingFaceExport writes "
-            "exactly one. Write yours with model.save_pretrained(directory, state_dict=...) instead"
+            "exactly one. Write yours with model.save_pretrained(directory), on every rank, instead"
         )
     return models[0]

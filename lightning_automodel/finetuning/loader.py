@@ -40,7 +40,11 @@ class ResumableLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skip, self._skip = self._skip, 0
         self._done = skip
-        for batch in islice(super().__iter__(), skip, None):
+        with torch.random.fork_rng(devices=[], enabled=skip > 0):  # what this epoch has drawn already
+            batches = super().__iter__()
+            for _ in islice(batches, skip):
+                pass
+        for batch in batches:
             self._done += 1
             yield batch
 

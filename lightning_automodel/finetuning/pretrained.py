@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def looked_up(name: str) -> Generator[None, None, None]:
-    """Within this context transformers looks ``name`` up: a directory, or else a name on the hub.
+    """Looks ``name`` up as transformers does within this context: a directory, or else a name on the hub.
 
     Raises:
         ValueError: if it finds neither; what it says then need not hold the name.

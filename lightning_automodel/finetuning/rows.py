@@ -104,7 +104,7 @@ class Collator:
     packed_width: int | None = None
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """One batch of the rows of :class:`RowDataset`."""
+        """Collates one batch of the rows of :class:`RowDataset`."""
         width = self.packed_width or max(len(row["input_ids"]) for row in rows)
         width = -(-width // self.multiple) * self.multiple
         batch = {

@@ -44,11 +44,11 @@ class WarmupCosine(LRScheduler):
             group["lr"] = rate
 
     def get_lr(self) -> list[Any]:
-        """Learning rate of each parameter group now."""
+        """Computes the learning rate of each parameter group now."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def factor(self, step: int) -> float:
-        """Share of the peak learning rate in optimizer step ``step``, counted from 0; 1 until the length is known."""
+        """Computes the share of the peak learning rate in optimizer step ``step``, counted from 0."""
         if self.total_steps is None:
             return 1.0
         warmup = self.warmup if self.warmup >= 1 else math.ceil(self.warmup * self.total_steps)
@@ -58,7 +58,7 @@ class WarmupCosine(LRScheduler):
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position only: how long the run is belongs to the run that resumes."""
+        """Returns the position only: how long the run is belongs to the run that resumes."""
         return {key: value for key, value in super().state_dict().items() if key != "total_steps"}
 
 

@@ -40,7 +40,7 @@ Record = TextRecord | PromptRecord | ChatRecord
 
 
 def expand(patterns: str | Sequence[str]) -> list[Path]:
-    """The files that paths and globs (``**`` included) name, sorted, each once.
+    """Lists the files that paths and globs (``**`` included) name, sorted, each once.
 
     Raises:
         ValueError: if a pattern names no file, or names a directory.
@@ -61,7 +61,7 @@ def expand(patterns: str | Sequence[str]) -> list[Path]:
 
 
 def read_records(files: Sequence[Path]) -> Iterator[Record]:
-    """The documents of ``files``: one per line of a ``.jsonl`` file, one per file of any other.
+    """Reads the documents of ``files``: one per line of a ``.jsonl`` file, one per file of any other.
 
     Raises:
         ValueError: naming file and line, for text that is not UTF-8, bad JSON, or a record of no known form.

@@ -12,7 +12,7 @@ from lightning_automodel.metrics import MeanOverTargets
 
 
 def count_targets(labels: Tensor) -> Tensor:
-    """How many tokens a causal model's loss counts, an int64 scalar on the device of ``labels`` [batch, seq].
+    """Counts the tokens of a causal model's loss: an int64 scalar on the device of ``labels`` [batch, seq].
 
     The first position is nobody's target, because the model shifts labels by one.
     """
@@ -35,7 +35,7 @@ class TokenWindow:
         self._sums: Tensor | None = None
 
     def agree_on_capacity(self, labels: Tensor, group: dist.ProcessGroup | None) -> int:
-        """The divisor of every loss of this run: tokens of the largest first micro-batch of any data rank.
+        """Agrees on the divisor of every loss of this run: tokens of the largest first micro-batch of any data rank.
 
         Any constant that all ranks share would do; this one keeps losses, and so half-precision gradients, near 1.
         """
@@ -52,7 +52,7 @@ class TokenWindow:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def close(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Target count and loss sum of ``group``, float64 scalars, in one all-reduce; starts a new window."""
+        """Sums target count and loss over ``group`` in one all-reduce (float64 scalars), and starts a new window."""
         assert self._sums is not None, "an optimizer step without a training step"
         sums, self._sums = self._sums, None
         if group is not None:
@@ -64,7 +64,7 @@ class TokenWindow:
         self._sums = None
 
     def state(self, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """The window so far, summed over ``group``. Collective. Empty between windows."""
+        """Sums the window so far over ``group``. Collective. Empty between windows."""
         if self._sums is None:
             return {}
         sums = self._sums.clone()
@@ -96,5 +96,5 @@ class TokenPerplexity(TokenLoss):
     """The exponential of the mean loss per target token, from the losses that a model returns and not from logits."""
 
     def compute(self) -> Tensor:
-        """The perplexity, float32."""
+        """Computes the perplexity, float32."""
         return super().compute().exp()

@@ -1,46 +1,134 @@
-"""Layers wrapped by low-rank adapters: the rule about the layer holds for what it wraps, and the adapter follows it.
+"""Adapters: the plan sees a model without its wrappers, and what they add follows the layer that they wrap.
 
-A wrapper has no parameter of its own, and computes ``base_layer(x) + lora_B(lora_A(x))``, as peft's layers do::
+The collectives of a layer surround its wrapper, so all that is inside computes with what a rank has, and a parameter is
+cut where one of its dims is the input or the output of the layer::
 
-    the rule         base_layer   lora_A                    lora_B
-    ---------------  -----------  ------------------------  ----------------------------
-    column styles    the rule     whole                     the rule: rows of the output
-    row styles       the rule     the rule: columns of the  whole
-                                  input, which is split
+    the layer                   lora_A [r, in]           lora_B [out, r]       magnitude, ia3_l [out, 1]
+    --------------------------  -----------------------  --------------------  -------------------------
+    rows (output) are cut       whole, partial gradient  rows, as the layer    rows, as the layer
+    columns (input) are cut     columns, as the layer    whole, partial gr.    whole, partial gradient
+    whole, or rows of a table   as the layer: whole      whole                 whole
 """
 
-from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel.styles import STYLES, Style
-
-_BASE, _DOWN, _UP = "base_layer", "lora_A", "lora_B"
-_COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
-_ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
+from lightning_automodel._compat import StridedShard, strided_shard
+from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
 
 
-def rules_of_wrapped(modules: Mapping[str, nn.Module], module_styles: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of modules, with those about wrappers handed on to what they hold.
+@dataclass(frozen=True)
+class Role:
+    """Which dim of an adapter's parameter is the input of the wrapped layer, and which its output."""
 
-    Args:
-        modules: all modules of the model by name.
-        module_styles: of those that the plan names.
+    of_input: int | None = None
+    of_output: int | None = None
+
+
+ROLES: dict[str, Role] = {
+    "lora_A": Role(of_input=1),
+    "lora_B": Role(of_output=0),
+    "lora_embedding_A": Role(of_input=1),
+    "lora_embedding_B": Role(of_output=0),
+    "lora_magnitude_vector": Role(of_output=0),
+    "ia3_l": Role(of_input=1, of_output=0),
+}
+"""By the attribute of the wrapper that holds them. What is not here is right on layers that stay whole only."""
+
+_VARIANTS = ("DoraLinearVariant",)
+"""Forms of LoRA that compute something else with the same parameters, and are right on slices."""
+
+
+def wrapper_of(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """Returns the innermost wrapper that holds the parameter or module ``name``, with its name."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        prefix = ".".join(parts[:end])
+        module = model.get_submodule(prefix)
+        if is_wrapper(module):
+            return prefix, module
+    return None
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """An adapter's parameter and the one that it adapts.
+
+    Attributes:
+        name: of the adapter's parameter.
+        wrapper: that holds it.
+        base: name of the adapted parameter in the model without wrappers.
     """
-    found: dict[str, Style] = {}
-    for name, style in module_styles.items():
-        found |= dict(_members(name, modules, style)) if _is_wrapper(modules[name], style) else {name: style}
-    return found
 
+    name: str
+    wrapper: nn.Module
+    base: str
 
-def _is_wrapper(module: nn.Module, style: Style) -> bool:
-    own = next(module.parameters(recurse=False), None)
-    return own is None and isinstance(getattr(module, _BASE, None), nn.Linear) and style.name in _COLUMN + _ROW
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> "Wrapped":
+        """What the parameter ``name``, which the model without wrappers has not, belongs to."""
+        found = wrapper_of(model, name)
+        assert found is not None, name
+        prefix, wrapper = found
+        return cls(name, wrapper, f"{name_without_wrappers(prefix)}.{getattr(wrapper, 'parameter_name', 'weight')}")
 
+    def cut(self, placement: Placement, shape: tuple[int, ...]) -> Placement:
+        """How this parameter of ``shape`` is cut where the adapted one is cut as ``placement`` says.
 
-def _members(name: str, modules: Mapping[str, nn.Module], style: Style) -> Iterator[tuple[str, Style]]:
-    yield f"{name}.{_BASE}", style
-    split, whole = (_UP, _DOWN) if style.name in _COLUMN else (_DOWN, _UP)
-    for part, given in ((split, style), (whole, STYLES["replicate"])):
-        for adapter in getattr(modules[name], part, {}):
-            yield f"{name}.{part}.{adapter}", given
+        Raises:
+            ValueError: if that is not known.
+        """
+        role = self.role
+        dim = role.of_input if self.cuts_input(placement) else role.of_output
+        if dim is None or dim >= len(shape) or shape[dim] == 1 or self.takes_rows(placement):
+            return Replicate()
+        return strided_shard(dim, int(placement.split_factor)) if isinstance(placement, StridedShard) else Shard(dim)
+
+    def takes_rows(self, placement: Placement) -> bool:
+        """Tells whether the layer is a table that is cut on its rows: adapters add to what the ranks find together."""
+        return isinstance(unwrapped(self.wrapper), nn.Embedding) and self.cuts_input(placement)
+
+    def cuts_input(self, placement: Placement) -> bool:
+        """Tells whether ``placement`` cuts the adapted parameter on the dim of its input."""
+        layer = unwrapped(self.wrapper)
+        ndim = layer.get_parameter(self.base.rpartition(".")[2]).ndim
+        is_turned = isinstance(layer, nn.Embedding) or (ndim > 2 and getattr(layer, "is_transposed", False))
+        if not isinstance(placement, Shard | StridedShard):
+            return False
+        return placement.dim == ndim - (2 if is_turned else 1)
+
+    @property
+    def normalizes_rows(self) -> bool:
+        """Whether this is DoRA's magnitude, which stands in the place of the norms of the rows of the whole matrix."""
+        return self._attribute == "lora_magnitude_vector"
+
+    @property
+    def role(self) -> Role:
+        """Of this parameter.
+
+        Raises:
+            ValueError: if it has none that is known.
+        """
+        variants = [type(variant).__name__ for variant in getattr(self.wrapper, "lora_variant", {}).values()]
+        unknown = [name for name in variants if name not in _VARIANTS] or [self._attribute] * (
+            self._attribute not in ROLES
+        )
+        if unknown:
+            raise ValueError(self.unknown(unknown[0]))
+        return ROLES[self._attribute]
+
+    @property
+    def _attribute(self) -> str:
+        return next(part for part in reversed(self.name.split(".")) if part in self.wrapper._modules)
+
+    def unknown(self, what: str = "") -> str:
+        """What to say where nothing tells how this parameter is split."""
+        kind = type(self.wrapper)
+        return (
+            f"{what or self._attribute} of {self.name} ({kind.__module__}.{kind.__name__}): tensor parallelism splits "
+            f"{self.base}, and how this is split with it is not known; use LoRA, DoRA on linear layers or IA3 "
+            f"(parameters {', '.join(ROLES)}), leave the layer out of what is adapted, or use tp=1 with dp_shard"
+        )

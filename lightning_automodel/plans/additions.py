@@ -36,6 +36,10 @@ OF_USERS: set[str] = set()
 WHOLE_BETWEEN_BLOCKS = {"Inkling2TextModel"}
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
 
+MIXES_TOKENS = {"DogeAttention"}
+"""Attention modules in which tokens meet beside transformers' registry of attention functions (a mask that is made of
+values): context parallelism gives them the whole sequence."""
+
 
 def register_tp_plan(class_name: str, rules: Mapping[str, str | ParallelStyle]) -> None:
     """Gives every model of a class a plan, or completes the one that it publishes.

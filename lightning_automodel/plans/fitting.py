@@ -1,12 +1,12 @@
 """Whether the styles of a plan fit the modules that they name: what would run, and give other numbers, is an error."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_automodel.plans.selection import wildcard
-from lightning_automodel.styles import EMBEDDINGS, Style
+from lightning_automodel.plans.styles import EMBEDDINGS, Leave, Style
 
 Modules = Mapping[str, nn.Module]
 Styles = Mapping[str, Style]
@@ -34,6 +34,51 @@ def check_styles(modules: Modules, module_styles: Styles, parameter_styles: Styl
             raise ValueError(_message(name, modules[owner], style, problem))
 
 
+def check_sums(modules: Modules, module_styles: Styles, parameter_styles: Styles, dropped: Sequence[str]) -> None:
+    """Checks that each module whose output is summed over tp computes with slices.
+
+    A module that holds no parameter is taken at its rule's word.
+
+    Args:
+        modules: all modules of the model by name.
+        module_styles: of the modules that the plan names.
+        parameter_styles: of the parameters that it names, alone or with their module.
+        dropped: rules of the plan that match nothing.
+
+    Raises:
+        ValueError: naming the rule, the module, a parameter that is whole, and the rules that should have split it.
+    """
+    for name, style in module_styles.items():
+        if style.leave not in _SUMS or _splits(style):
+            continue
+        parameters = dict(modules[name].named_parameters(name))
+        split = {p for p, value in parameters.items() if _is_split(p, value, parameter_styles)}
+        named = {p for p in parameters if parameter_styles.get(p) not in (None, style)} if split else set()
+        # Attention that counts its heads may hold norms of single heads.
+        whole = [p for p, value in parameters.items() if p not in split | named and value.ndim > int(style.divides)]
+        if whole:
+            lacking = [rule for rule in dropped if rule.startswith(f"{wildcard(name)}.")]
+            raise ValueError(_message(name, modules[name], style, _whole_in_sum(whole[0], lacking)))
+
+
+_SUMS = (Leave.REDUCE, Leave.REDUCE_ALL, Leave.REDUCE_SPLIT)
+
+
+def _is_split(name: str, parameter: nn.Parameter, styles: Styles) -> bool:
+    style = styles.get(name)
+    return style is not None and not style.placement(name.rpartition(".")[2], parameter.ndim).is_replicate()
+
+
+def _whole_in_sum(parameter: str, lacking: Sequence[str]) -> str:
+    because = f"the rules {', '.join(map(repr, lacking))} match nothing" if lacking else "no rule splits it"
+    return (
+        f"{parameter} is whole on every tp rank, so their sum would count what it gives tp times: {because}. Where an "
+        "adapter wraps the module, name the layers to adapt without it (peft: target_modules=['q_proj', 'v_proj'] and "
+        "not 'all-linear'); else write a rule with the parameter's name into "
+        f'FSDP2Config(tp_plan={{"extends": "model", {wildcard(parameter)!r}: ...}}), or use tp=1'
+    )
+
+
 def _message(name: str, module: nn.Module, style: Style, problem: str) -> str:
     return (
         f"the tensor-parallel plan gives {wildcard(name)!r} ({type(module).__name__}) the style {style.name}, but "
@@ -46,7 +91,7 @@ def _splits(style: Style) -> bool:
 
 
 def _problem(module: nn.Module, style: Style) -> str:
-    """What a style of this kind cannot do with a module of this kind; empty if it can."""
+    """Says what a style of this kind cannot do with a module of this kind; empty if it can."""
     named = ", ".join(EMBEDDINGS)
     if style.name in EMBEDDINGS and not isinstance(module, nn.Embedding):
         return f"{named} are for torch.nn.Embedding; use colwise or rowwise for a matrix product"
@@ -63,7 +108,7 @@ def _problem(module: nn.Module, style: Style) -> str:
 
 
 def _fused(name: str, modules: Modules, styles: Styles) -> str:
-    """Several matrices one above the other, read by a module of fewer features: a rank needs its rows of each."""
+    """Finds several matrices one above the other, read by a module of fewer features: a rank needs its rows of each."""
     parent, module = name.rpartition(".")[0], modules[name]
     if styles[name].name != "colwise" or not isinstance(module, nn.Linear):
         return ""

@@ -14,14 +14,22 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel.blocks import CONTAINERS, KEY_VALUE_PROJECTIONS, find_blocks, kv_heads, outermost, text_config
-from lightning_automodel.plans.adapters import rules_of_wrapped
-from lightning_automodel.plans.fitting import check_styles
-from lightning_automodel.plans.heads import counts_of, head_counts, share
+from lightning_automodel.modules.structure import (
+    CONTAINERS,
+    KEY_VALUE_PROJECTIONS,
+    find_blocks,
+    kv_heads,
+    outermost,
+    text_config,
+)
+from lightning_automodel.plans.attention_heads import counts_of, head_counts, share
+from lightning_automodel.plans.fitting import check_styles, check_sums
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
-from lightning_automodel.plans.terms import Term, derive_terms
-from lightning_automodel.styles import HEADS, STYLES, Enter, Leave, Style, style_of
+from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of
+from lightning_automodel.plans.terms import Term
+
+Rows = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class ParameterLayout:
         gradient: of the gradient that the backward pass gives for it.
         on_first_rank: the value counts on the first rank only (a bias that is added to partial sums).
         shared_heads: the parameter holds this many key/value heads, fewer than ranks; a rank uses one of them.
+        stacked: the parameter stays whole, and is this many matrices one above the other; a rank uses its rows of each.
         sliced: it works on a slice of the sequence while the stream is cut; the gradient is then a partial sum.
     """
 
@@ -40,7 +49,18 @@ class ParameterLayout:
     gradient: Placement
     on_first_rank: bool = False
     shared_heads: int | None = None
+    stacked: int | None = None
     sliced: bool = False
+
+    def rows(self, size: int, tp: int, rank: int) -> Rows:
+        """Find what a rank uses of a whole parameter of ``size`` rows: start and length of each part, none for all."""
+        if self.shared_heads:
+            per_head = size // self.shared_heads
+            return ((rank * self.shared_heads // tp * per_head, per_head),)
+        if self.stacked:
+            width, length = size // self.stacked, size // self.stacked // tp
+            return tuple((i * width + rank * length, length) for i in range(self.stacked))
+        return ()
 
 
 @dataclass(frozen=True)
@@ -65,25 +85,12 @@ class Layout:
     """by boundary that its first forward pass must prove to be a sum over the ranks: the members that give the terms"""
 
 
-def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool = False) -> Layout:
-    """Applies the rules above to ``model``, whose parameters may be on the meta device.
-
-    Args:
-        model: whose blocks, children and parameters are looked at.
-        plan: its rules.
-        tp: number of ranks of the tp axis.
-        sequence_parallel: cut the stream between the children of a block on the sequence.
-
-    Raises:
-        ValueError: for a style that is not known or does not fit its module, a number of heads that cannot be divided,
-            or tied parameters whose styles contradict each other.
-    """
-    structure, blocks = _Structure(model, plan), find_blocks(model)
+def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) -> tuple["Structure", Layout]:
+    """Applies the rules above to a model without adapters; ``Layout.terms`` is still empty."""
+    structure, blocks = Structure(model, plan), find_blocks(model)
     check_styles(structure.modules, structure.module_styles, structure.parameter_styles)
+    check_sums(structure.modules, structure.module_styles, structure.parameter_styles, plan.dropped)
     layout = Layout(boundaries=[b for block in blocks for b in structure.boundaries(block)])
-    layout.terms = derive_terms(
-        structure.modules, structure.module_styles, structure.parameter_styles, layout.boundaries, plan.measured
-    )
     layout.attributes = head_counts(structure.modules, structure.parameter_styles, blocks, tp)
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
@@ -103,7 +110,7 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
     if sequence_parallel:
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
         _cut_sequence(layout, derive_sequence_layout(model, blocks, layout.boundaries, planned))
-    return layout
+    return structure, layout
 
 
 def _shares(name: str, module: nn.Module, style: Style, tp: int) -> dict[str, int]:
@@ -117,7 +124,7 @@ def _shares(name: str, module: nn.Module, style: Style, tp: int) -> dict[str, in
 
 
 def _cut_sequence(layout: Layout, sequence: SequenceLayout) -> None:
-    """The collectives of a closed child change, and what sees a slice of the tokens is marked."""
+    """Changes the collectives of closed children, and marks what sees a slice of the tokens."""
     layout.sequence = sequence
     for children in sequence.children.values():
         for child, closed in children.items():
@@ -139,7 +146,7 @@ def _parameter_layout(name: str, parameter: nn.Parameter, style: Style | None, i
 
 
 def share_heads(model: nn.Module, layout: Layout, tp: int) -> None:
-    """Rule G: with more ranks than key/value heads, these projections stay whole, and each rank uses the head of its
+    """Keeps key/value projections whole where there are more ranks than heads (rule G): each rank uses the head of its
     query heads; several ranks use the same head, so the gradient is a partial sum.
     """
     for name, parameter in layout.parameters.items():
@@ -155,7 +162,7 @@ def share_heads(model: nn.Module, layout: Layout, tp: int) -> None:
         layout.attributes[parent] = {**layout.attributes.get(parent, {}), "num_key_value_groups": groups}
 
 
-class _Structure:
+class Structure:
     """A model seen through its plan: the style of each module and parameter, ties resolved."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -166,7 +173,6 @@ class _Structure:
         for name in self.modules:
             if name and (rule := plan.rule_for(name)):
                 self.module_styles[name] = style_of(plan.rules[rule], rule)
-        self.module_styles = rules_of_wrapped(self.modules, self.module_styles)
         for name, _ in model.named_parameters(remove_duplicate=False):
             rule, owner = plan.rule_for(name), name.rpartition(".")[0]
             if rule:
@@ -177,7 +183,7 @@ class _Structure:
         self._split_inputs_of_whole_parents()
 
     def _share_styles_of_ties(self, model: nn.Module) -> None:
-        """Rule G: tied parameters take one style if any of them has one."""
+        """Gives tied parameters one style if any of them has one (rule G)."""
         groups: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             groups.setdefault(id(parameter), []).append(name)
@@ -206,7 +212,9 @@ class _Structure:
             self.parameter_styles[name] = self.module_styles[owner] = style
 
     def _has_style_of_twin(self, name: str, names: list[str]) -> bool:
-        """A module tied to one of its class that the plan names (in an encoder tied to its decoder) does the same."""
+        """Copies the style of a tied module of the same class that the plan names (in an encoder tied to its
+        decoder).
+        """
         owner, _, short = name.rpartition(".")
         for twin in names:
             other, _, other_short = twin.rpartition(".")
@@ -219,7 +227,7 @@ class _Structure:
         return False
 
     def _split_inputs_of_whole_parents(self) -> None:
-        """A row style takes split features. Where a parent computes with whole matrices and nothing splits them (a plan
+        """Splits the input of a row style where its parent computes with whole matrices and nothing splits them (a plan
         that is about another kind of layer of the same name), its input is whole.
         """
         for name, style in self.module_styles.items():
@@ -236,7 +244,7 @@ class _Structure:
         return any(p.ndim == 2 and f"{prefix}.{n}" not in self.parameter_styles for n, p in parent.named_parameters())
 
     def boundaries(self, block: str) -> Iterator[str]:
-        """Rule B: the outermost children of a block that can work on slices alone."""
+        """Yields the outermost children of a block that can work on slices alone (rule B)."""
         for child, _ in self.modules[block].named_children():
             yield from self._boundaries_below(f"{block}.{child}")
 
@@ -259,7 +267,7 @@ class _Structure:
         return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]
 
     def _is_closed(self, name: str) -> bool:
-        """No whole parameter below writes the residual width, so every contribution to it may be a partial sum."""
+        """Tells whether no whole parameter below writes the residual width: every contribution may be a partial sum."""
         for parameter_name, parameter in self.modules[name].named_parameters():
             if f"{name}.{parameter_name}" in self.parameter_styles or parameter.ndim == 0:
                 continue

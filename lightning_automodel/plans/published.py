@@ -3,6 +3,8 @@
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_automodel._compat.transformers import plan_of_class
+
 
 def published_plan(model: nn.Module) -> dict[str, str]:
     """Rules that the model brings: of the models inside of it (with their prefix), of its class, and of the instance.
@@ -19,4 +21,4 @@ def published_plan(model: nn.Module) -> dict[str, str]:
         if isinstance(child, PreTrainedModel)
         for rule, style in (child.tp_plan or {}).items()
     }
-    return {**inner, **(type(model)._tp_plan or {}), **own}
+    return {**inner, **plan_of_class(type(model)), **own}

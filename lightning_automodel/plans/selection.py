@@ -1,6 +1,7 @@
 """Chooses the tensor-parallel plan of a model: the user's, one registered for its class, its own, else an error."""
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import combinations
@@ -9,15 +10,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel
 
-from lightning_automodel.blocks import class_names
-from lightning_automodel.config.values import check_tp_plan
-from lightning_automodel.imports import import_class_from_path
-from lightning_automodel.logs import log_once, warn_once
+from lightning_automodel.config.imports import import_class_from_path
+from lightning_automodel.config.values import EXTENDS, check_tp_plan
+from lightning_automodel.distributed.logs import log_once, warn_once
+from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, OF_USERS
 from lightning_automodel.plans.published import published_plan
+from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.plans.terms import MEASURED, package
 from lightning_automodel.plans.torch_styles import name_of_style
-from lightning_automodel.styles import STYLES
 
 Rules = Mapping[str, str | ParallelStyle]
 
@@ -33,19 +35,21 @@ class Plan:
         rules: pattern to style.
         source: where they come from.
         measured: they are what this package or transformers brings for the class of the model, without a user's rules.
+        dropped: rules of the plan that match nothing.
     """
 
     rules: Mapping[str, str]
     source: str
     measured: bool = False
+    dropped: tuple[str, ...] = ()
 
     def rule_for(self, name: str) -> str | None:
-        """The pattern that applies to a module or parameter: the one with the fewest wildcards."""
+        """Finds the pattern that applies to a module or parameter: the one with the fewest wildcards."""
         return next((pattern for pattern in _patterns(name) if pattern in self.rules), None)
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """The name itself, then with one of its numbers replaced by ``*``, then with two, ..."""
+    """Yields the name itself, then with one of its numbers replaced by ``*``, then with two, ..."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     for count in range(len(numbers) + 1):
@@ -64,41 +68,74 @@ def select_plan(model: nn.Module, custom: Rules | str | None = None) -> Plan:
     Args:
         model: a model whose parameters may be on the meta device.
         custom: rules of the user, with styles by name or as torch's ``ParallelStyle``; or the import path of such a
-            dict, or of a function that returns one, with the model as its argument or without. They complete what is
-            registered for the class, and that completes the model's own plan; both override rule by rule.
+            dict, or of a function that returns one, with the model as its argument or without. They replace the model's
+            own plan and what is registered for its class; with ``"extends": "model"`` among them they complete and
+            override these, rule by rule.
 
     Raises:
         ValueError: if there are no rules, none matches, or some have styles that are not known.
     """
-    own, registered, rules = published_plan(model), _registered(model), _resolve(custom, model)
-    merged = {**own, **registered, **rules}
+    with without_wrappers(model):
+        return _select_plan(model, custom)
+
+
+def _select_plan(model: nn.Module, custom: Rules | str | None) -> Plan:
+    sources = _sources(model, custom)
+    merged = {rule: style for rules in sources.values() for rule, style in rules.items()}
     if not merged:
         raise ValueError(_no_plan(model))
-    sources = {"of the model's own plan": own, "registered for its class": registered, "of a custom plan": rules}
-    source = ", ".join(f"{len(found)} rules {where}" for where, found in sources.items() if found)
-    log_once(f"{type(model).__name__}: tensor parallel by {source}")
-    matching = _matching(merged, model, reported=own.keys() | rules.keys())
-    of_user = bool(rules) or any(name in OF_USERS for module in model.modules() for name in class_names(module))
-    return Plan(_named_styles(matching, model), source, measured=package(model) in MEASURED and not of_user)
+    matching, dropped = _matching(
+        merged, model, {rule for where in sources if where != _REGISTERED for rule in sources[where]}
+    )
+    source = _in_force(matching, sources, replaces=bool(known_rules(model)) and list(sources) == [_CUSTOM])
+    log_once(f"{type(model).__name__}: tensor parallelism by {source}")
+    of_user = _CUSTOM in sources or any(name in OF_USERS for module in model.modules() for name in class_names(module))
+    named = _named_styles(matching, model)
+    return Plan(named, source, measured=package(model) in MEASURED and not of_user, dropped=tuple(dropped))
+
+
+_OWN, _REGISTERED, _CUSTOM = "of the model's own plan", "registered for its class", "of tp_plan"
+
+
+def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
+    """Returns the rules for ``model`` by where they come from, later ones before earlier ones."""
+    rules = _resolve(custom, model)
+    own: dict[str, Rules] = {_OWN: published_plan(model), _REGISTERED: _registered(model)}
+    if not rules:
+        return own
+    mine: dict[str, Rules] = {_CUSTOM: {rule: style for rule, style in rules.items() if rule != EXTENDS}}
+    return {**own, **mine} if EXTENDS in rules else mine
+
+
+def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> str:
+    """Counts rules apply, and where they come from."""
+    last = {rule: where for where, rules in sources.items() for rule in rules}
+    counts = Counter(last[rule] for rule in matching)
+    parts = [f"{counts[where]} {where}" for where in sources if counts[where]]
+    instead = ", which replaces the model's own" if replaces else ""
+    return f"{len(matching)} rules: {', '.join(parts)}{instead}"
 
 
 def known_rules(model: nn.Module) -> Rules:
-    """What the model publishes and what is registered for its class; empty if the user must bring a plan."""
+    """Collects what the model publishes and what is registered for its class; empty if the user must bring a plan."""
     return {**published_plan(model), **_registered(model)}
 
 
 def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
-    """Whether tensor parallelism splits ``model``: one of transformers (without a plan, that is an error), or a module
+    """Tells whether tensor parallelism splits ``model``: one of transformers (without a plan, that is an error), or a
+    module
     for which rules are known, or some of the user's match. Others are layers beside models, whole on every rank.
     """
     if isinstance(model, PreTrainedModel) or known_rules(model):
         return True
-    rules = _resolve(custom, model)
+    rules = {rule: style for rule, style in _resolve(custom, model).items() if rule != EXTENDS}
     return bool(rules) and len(_unused(rules, model)) < len(rules)
 
 
 def _registered(model: nn.Module) -> Rules:
-    """Of every module in ``model`` with its prefix, the outermost last: they override those of what they hold."""
+    """Collects rules registered for every module in ``model``, the outermost last: they override those of what they
+    hold.
+    """
     rules: dict[str, str | ParallelStyle] = {}
     for prefix, module in reversed(list(model.named_modules())):
         found = next((ADDITIONS[name] for name in class_names(module) if name in ADDITIONS), {})
@@ -118,19 +155,20 @@ def _resolve(custom: Rules | str | None, model: nn.Module) -> Rules:
     return found
 
 
-def _matching(rules: Rules, model: nn.Module, reported: Set[str]) -> Rules:
-    """Without the rules that match nothing. What is registered for a class covers variants of it, so it may."""
+def _matching(rules: Rules, model: nn.Module, reported: Set[str]) -> tuple[Rules, list[str]]:
+    """Drops rules that match nothing. What is registered for a class covers variants of it, so it may.
+    because it covers variants.
+    """
     name, unused = type(model).__name__, _unused(rules, model)
-    dropped = [rule for rule in unused if rule in reported]
     if len(unused) == len(rules):
         names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
         raise ValueError(
             f"none of the rules of the tensor-parallel plan matches a module or parameter of {name}: {unused}; its "
             f"parameters have names like {', '.join(names[-3:])} (* stands for a number)"
         )
-    if dropped:
+    if dropped := [rule for rule in unused if rule in reported]:
         warn_once(f"{name}: {len(dropped)} rules of its tensor-parallel plan match nothing and are dropped: {dropped}")
-    return {rule: style for rule, style in rules.items() if rule not in unused}
+    return {rule: style for rule, style in rules.items() if rule not in unused}, unused
 
 
 def _unused(rules: Rules, model: nn.Module) -> list[str]:
@@ -149,7 +187,8 @@ def _named_styles(rules: Rules, model: nn.Module) -> dict[str, str]:
     if unknown:
         raise ValueError(
             f"the tensor-parallel plan of {type(model).__name__} has styles that are not known: {unknown}; use "
-            f"{', '.join(STYLES)} in FSDP2Config(tp_plan={{...}}), which overrides rule by rule, or tp=1"
+            f"{', '.join(STYLES)} in "
+            'FSDP2Config(tp_plan={"extends": "model", ...}), which overrides rule by rule, or tp=1'
         )
     return named
 

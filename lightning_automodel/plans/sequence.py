@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_automodel.blocks import CONTAINERS, class_names, text_config
+from lightning_automodel.modules.structure import CONTAINERS, class_names, text_config
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 
 STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
@@ -47,7 +47,7 @@ def derive_sequence_layout(
             lists.setdefault(name.rpartition(".")[0], []).append(name)
     for list_name, names in lists.items():
         holder = model.get_submodule(list_name.rpartition(".")[0])
-        layout.block_lists += [[name] for name in names] if _computes_between_blocks(holder) else [names]
+        layout.block_lists += [[name] for name in names] if computes_between_blocks(holder) else [names]
         for name in names:
             children = _whole_children(blocks[name], name, boundaries, planned)
             layout.children[name] = children
@@ -57,8 +57,9 @@ def derive_sequence_layout(
     return layout
 
 
-def _computes_between_blocks(holder: nn.Module) -> bool:
-    """Whether a module changes the stream between its blocks, where it must be whole: known of its class, or told by an
+def computes_between_blocks(holder: nn.Module) -> bool:
+    """Tells whether a module changes the stream between its blocks, where it must be whole: known of its class, or
+    told by an
     argument for features of a vision tower that are added to single tokens there ("deepstack").
     """
     takes_features = any(name.startswith("deepstack") for name in inspect.signature(holder.forward).parameters)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_automodel.linearity import Kind
-from lightning_automodel.styles import Enter, Leave, Style
+from lightning_automodel.plans.linearity import Kind
+from lightning_automodel.plans.styles import Enter, Leave, Style
 
 MEASURED = ("transformers", "diffusers")
 """Packages whose models are compared with one process, family by family (docs/families.md)."""
-KNOWN = (*MEASURED, "torch", "torchao")
+KNOWN = (*MEASURED, "torch", "torchao", "peft")
 """Packages whose modules do what their style says."""
 
 
@@ -28,7 +28,7 @@ class Term:
 
 
 def package(module: nn.Module) -> str:
-    """The package that defines a module's class."""
+    """Returns the package that defines a module's class."""
     return type(module).__module__.partition(".")[0]
 
 
@@ -39,7 +39,7 @@ def derive_terms(
     boundaries: list[str],
     measured: bool,
 ) -> dict[str, dict[str, Term]]:
-    """The terms of each boundary child that is not known to be a sum.
+    """Derives the terms of each boundary child that is not known to be a sum.
 
     Args:
         modules: all modules of the model by name.

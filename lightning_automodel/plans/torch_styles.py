@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
 from lightning_automodel.plans.published import published_plan
-from lightning_automodel.styles import STYLES
+from lightning_automodel.plans.styles import STYLES
 
 _GATHERED: dict[str, Any] = {"output_layouts": Replicate()}
 _SPLIT: dict[str, Any] = {"input_layouts": Replicate()}
@@ -37,7 +37,7 @@ _WHOLE, _FEATURES = (Replicate(),), (Shard(-1),)
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """The torch style that does what the style name of a plan says, for ``torch``'s own ``parallelize_module``.
+    """Translates a style name of a plan for ``torch``'s own ``parallelize_module``.
 
     Raises:
         ValueError: if torch has no such style, or the name is not known.
@@ -54,7 +54,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan that a Hugging Face model publishes, in torch's styles, for ``torch``'s own ``parallelize_module``.
+    """Translates the plan that a model publishes for ``torch``'s own ``parallelize_module``.
 
     Merged from the plans of the models inside of it, whose rules get their prefix, of its class and of the instance.
 
@@ -88,7 +88,7 @@ def _without_plan(model: nn.Module) -> str:
 
 
 def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool) -> str:
-    """The style name that does what a torch style does; a name stays as it is.
+    """Translates a torch style to the style name that does the same; a name stays as it is.
 
     Args:
         style: from a user's plan.
@@ -141,7 +141,7 @@ def _cuts_sequence(style: ParallelStyle) -> bool:
 
 
 def _layouts(value: Any) -> list[Placement]:
-    """All placements that a style mentions."""
+    """Yields all placements that a style mentions."""
     if isinstance(value, Placement):
         return [value]
     if isinstance(value, dict):

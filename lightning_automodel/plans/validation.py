@@ -9,10 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat import StridedShard
-from lightning_automodel.blocks import KEY_VALUE_PROJECTIONS, kv_heads, text_config
-from lightning_automodel.plans.layout import Layout, derive_layout
+from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, kv_heads, text_config
+from lightning_automodel.modules.wrappers import name_without_wrappers
+from lightning_automodel.plans.derivation import derive_layout
+from lightning_automodel.plans.layout import Layout
 from lightning_automodel.plans.selection import known_rules, select_plan, wildcard
-from lightning_automodel.styles import HEADS, KEY_VALUE_HEADS
+from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS
 
 MOST_LISTED = 4
 
@@ -32,7 +34,7 @@ class Count:
     shared: bool = False
 
     def allows(self, tp: int) -> bool:
-        """Whether every rank gets as much as the others."""
+        """Tells whether every rank gets as much as the others."""
         return self.parts % tp == 0 or (self.shared and tp % self.parts == 0)
 
 
@@ -102,12 +104,12 @@ def _counts_of_nas(config: Any) -> Iterator[Count]:
 
 
 def _field(holder: Any, name: str) -> Any:
-    """Of a dict or an object: remote code writes configs either way."""
+    """Reads a field of a dict or an object: remote code writes configs either way."""
     return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
 def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
-    """What the modules themselves say, layer by layer: heads, attributes that are divided, and packed matrices."""
+    """Collects what the modules themselves say, layer by layer: heads, divided attributes, and packed matrices."""
     for name, attributes in layout.attributes.items():
         for attribute in HEADS:
             if attribute in attributes:
@@ -118,7 +120,7 @@ def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
         if isinstance(placement, StridedShard):
             width = shape[placement.dim] // placement.split_factor
             yield Count(f"width of each of the {placement.split_factor} matrices in {wildcard(name)}", width)
-        owner, _, _ = name.rpartition(".")
+        owner = name_without_wrappers(name.rpartition(".")[0])
         parent, _, projection = owner.rpartition(".")
         if projection in KEY_VALUE_PROJECTIONS and (parameter.shared_heads or placement == Shard(0)):
             heads = kv_heads(model.get_submodule(parent))

@@ -22,11 +22,14 @@ from typing_extensions import override
 
 from lightning_automodel._compat.lightning import (
     begin_next_epoch,
+    bring_own_precision,
     checkpoint_path_of,
+    choose_checkpoint_paths,
     is_accumulating,
     optimizers_to_device,
 )
-from lightning_automodel.accumulation import read_gradients
+from lightning_automodel._compat.progress import before_first_batch, training_loader
+from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
 from lightning_automodel.checkpointing.folder import GRADIENTS
@@ -34,16 +37,27 @@ from lightning_automodel.checkpointing.names import prefix_of, stored_names
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import restore_model
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.logs import logger
-from lightning_automodel.strategies import averaging, checkpoints, metrics
-from lightning_automodel.strategies.agreement import BatchAgreement
+from lightning_automodel.distributed.logs import logger
+from lightning_automodel.modules.adapted_bases import names_left_out
+from lightning_automodel.strategies import logging as metrics
+from lightning_automodel.strategies.checkpoints import averaging
+from lightning_automodel.strategies.checkpoints import hooks as checkpoints
+from lightning_automodel.strategies.checkpoints.newest import Replacement, find_last
 from lightning_automodel.strategies.compiled import uncompile
-from lightning_automodel.strategies.data import check_training_lengths, install_samplers, process_dataloader
-from lightning_automodel.strategies.evaluation import EvenEvaluation, disable_inference_mode
-from lightning_automodel.strategies.on_mesh import OnMesh
-from lightning_automodel.strategies.positions import choose_position
-from lightning_automodel.strategies.preemption import Preemption
-from lightning_automodel.strategies.random_state import restore_random_state
+from lightning_automodel.strategies.data.agreement import BatchAgreement
+from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
+from lightning_automodel.strategies.data.samplers import check_training_lengths, install_samplers, process_dataloader
+from lightning_automodel.strategies.data.seen import SEEN, SeenSamples
+from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, disable_inference_mode
+from lightning_automodel.strategies.faults.preemption import Preemption
+from lightning_automodel.strategies.finite import FiniteGuard
+from lightning_automodel.strategies.mesh import OnMesh
+from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
+from lightning_automodel.strategies.precision import choose_precision
+from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
+
+OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS)
+"""What a checkpoint of ours holds beside Lightning's."""
 
 
 class SharedHooks(OnMesh):
@@ -51,13 +65,19 @@ class SharedHooks(OnMesh):
 
     _save_distributed_checkpoint: bool
     _async_save: bool = False
+    config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bring_own_precision(SharedHooks, choose_precision)
+        choose_checkpoint_paths(SharedHooks, find_last)
         super().__init__(*args, **kwargs)
         self._background = BackgroundSaver()
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._own: dict[str, Any] = {}
         self._restoration = checkpoints.Restoration()
+        self._replacement = Replacement()
         self._agreement = BatchAgreement()
+        self._seen = SeenSamples()
         self._evaluation = EvenEvaluation()
         self._preemption = Preemption()
 
@@ -66,7 +86,7 @@ class SharedHooks(OnMesh):
         """Makes what the module holds parallel, in place; called again by every call of the trainer."""
 
     def after_evaluation_step(self, output: Any) -> Any:
-        """Called with the output of every evaluation step."""
+        """Receives the output of every evaluation step, and returns it."""
         return output
 
     # ---- the module --------------------------------------------------------------------------------------------------
@@ -84,8 +104,14 @@ class SharedHooks(OnMesh):
     def connect(self, model: "pl.LightningModule") -> None:
         super().connect(model)
         metrics.install_log(model)
-        averaging.adapt(self._callbacks)
         self._restoration.begin()
+
+    @override
+    def join_mesh(self) -> None:
+        super().join_mesh()
+        averaging.adapt(self._callbacks)  # not earlier: those of configure_callbacks, too
+        if self._skips_damaged:
+            self._replacement.find(self._trainer, self.broadcast)
 
     @override
     def teardown(self) -> None:
@@ -100,6 +126,7 @@ class SharedHooks(OnMesh):
 
     @override
     def on_train_end(self) -> None:
+        self.precision_plugin.guard.settle()
         self._background.wait()
         self._preemption.check_finally()
 
@@ -121,6 +148,7 @@ class SharedHooks(OnMesh):
         self._background.timeout = self._timeout
         install_samplers(trainer, self.distributed_sampler_kwargs)
         self.build_parallel(self._module)
+        self._draws.install(self._module, self.data_rank, self.root_device.type)
         self.model_to_device()
         metrics.reduce_metrics_over(self._module, self.data_group)
         metrics.count_samples_once(trainer, self.data_size)
@@ -129,7 +157,10 @@ class SharedHooks(OnMesh):
         if trainer.state.fn == TrainerFn.FITTING:
             averaging.begin(self._callbacks, self._module)
             self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, self._module)
         self.setup_precision_plugin()
+        # Megatron-FSDP looks by itself (check_for_nan_in_grad), before it reduces.
+        self.precision_plugin.guard = FiniteGuard(getattr(self.config, "nonfinite", "ignore"))
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers_to_device()
 
@@ -160,7 +191,7 @@ class SharedHooks(OnMesh):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         stage = self._trainer.state.stage
         assert stage is not None
-        self._agreement.check(batch, self.tp_group, self.root_device, stage.value)
+        self._agreement.check(batch, self.sample_group, self.root_device, stage.value)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -186,6 +217,7 @@ class SharedHooks(OnMesh):
 
     def _start_evaluation(self) -> None:
         self._agreement.start()
+        self._draws.begin(self._trainer)
         self._evaluation.start(self._trainer, self.data_group, self.root_device)
 
     @property
@@ -206,6 +238,7 @@ class SharedHooks(OnMesh):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._draws.begin(self._trainer)
         return metrics.plain_output(super().training_step(*args, **kwargs))
 
     @override
@@ -226,11 +259,16 @@ class SharedHooks(OnMesh):
         self._preemption.check()
         return self.after_evaluation_step(super().predict_step(*args, **kwargs))
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with explaining_step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
     # ---- numbers that are logged -------------------------------------------------------------------------------------
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Over the data ranks unless ``group`` says otherwise; what is not a tensor stays as it is."""
+        """Reduces over the data ranks unless ``group`` says otherwise; what is not a tensor stays as it is."""
         return metrics.reduce(tensor, group or self.data_group, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     @override
@@ -245,13 +283,14 @@ class SharedHooks(OnMesh):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def choose_checkpoints(self, distributed: bool, in_background: bool) -> None:
-        """Folders or plain files, and whether training goes on while a folder is written.
+    def choose_checkpoints(self, distributed: bool, in_background: bool, skips_damaged: bool) -> None:
+        """Folders or plain files, whether training goes on while a folder is written, and what "last" means.
 
         Raises:
             ValueError: for files in the background.
         """
         self._save_distributed_checkpoint, self._async_save = distributed, in_background
+        self._skips_damaged = skips_damaged
         if in_background and not distributed:
             raise ValueError(
                 "async_save=True writes a checkpoint folder; with save_distributed_checkpoint=False use "
@@ -270,6 +309,8 @@ class SharedHooks(OnMesh):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._has_begun:
+            return super().lightning_module_state_dict()
         self.check_all_end()
         return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
@@ -281,9 +322,19 @@ class SharedHooks(OnMesh):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        assert self.lightning_module is not None
+        if not self._has_begun:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+            return
         path = Location.of(self.broadcast(filepath))
-        checkpoint = {**checkpoint, DESCRIPTIONS: describe_models(self.lightning_module)}
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:  # an error may leave a step half done
+            self.check_replicas(self._module)
+        added = {
+            DESCRIPTIONS: describe_models(self._module),
+            RANDOM_NUMBERS: self._draws.state(),
+            SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
+        }
+        checkpoint = {**checkpoint, **added}
         if "optimizer_states" in checkpoint and is_accumulating(self._trainer):
             checkpoint[GRADIENTS] = self.accumulated_gradients()
         if not self._save_distributed_checkpoint:
@@ -314,21 +365,34 @@ class SharedHooks(OnMesh):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._background.wait()
-        self._restoration.path = path = Location.of(self.broadcast(checkpoint_path))
-        checkpoint = checkpoints.load(path, weights_only, self._trainer)
+        path, is_sound = self._replacement.get(Location.of(self.broadcast(checkpoint_path)))
+        self._restoration.path = path
+        checkpoint = checkpoints.load(path, weights_only, self._trainer, is_sound)
         choose_position(checkpoint, self.data_group.rank(), self.data_group.size())
+        self._seen.load(checkpoint)
+        self._own = {key: checkpoint.pop(key) for key in OWN_ENTRIES if key in checkpoint}  # hooks see Lightning's
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            before_first_batch(
+                self._trainer, lambda loader: self._seen.go_on(self._trainer, loader, self.data_rank, self.data_size)
+            )
         return checkpoint
 
     def state_part(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A tree of sharded tensors as it goes into a checkpoint: shards, or all on rank 0. Collective."""
+        """Returns a tree of sharded tensors as it goes into a checkpoint: shards, or all on rank 0. Collective."""
         return checkpoints.state_part(state, self._save_distributed_checkpoint)
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """What the micro-batches of an optimizer step have accumulated so far, for a checkpoint between them."""
-        return checkpoints.gradient_part(self._module, self.data_group, self._save_distributed_checkpoint)
+        """Collects the gradients accumulated so far, for a checkpoint between two micro-batches of a step."""
+        return checkpoints.gradient_part(self._module, self.gradient_group, self._save_distributed_checkpoint)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the processes have met; before, a module that is connected is whole, and a file holds it."""
+        return self._device_mesh is not None
 
     def _is_about_to_be_restored(self, model: PreTrainedModel) -> bool:
-        """Whether the checkpoint of this run holds all weights of ``model``, which need not be read from elsewhere.
+        """Tells whether the checkpoint of this run holds all weights of ``model``, which need not be read from
+        elsewhere.
 
         Only where a weight that is missing after all would be an error.
         """
@@ -341,10 +405,15 @@ class SharedHooks(OnMesh):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._module
-        self._restoration.when_set_up(lambda: restore_model(module, checkpoint["state_dict"], strict))
+
+        def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
+            restore_model(module, checkpoint["state_dict"], strict, names_left_out(module))
+
+        self._restoration.when_set_up(restore)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.restore_optimizers(self._module, self.optimizers, checkpoint)
-        self._gradients = read_gradients(self._module, checkpoint.get(GRADIENTS, {}))
-        restore_random_state(checkpoint, self.data_group.rank())
+        self._gradients = read_gradients(self._module, self._own.get(GRADIENTS, {}))
+        restore_random_state(self._own, self.data_group.rank())
+        self._draws.restore(self._own)

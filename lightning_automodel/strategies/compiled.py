@@ -4,11 +4,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.compile import to_uncompiled
 
 from lightning_automodel._compat.lightning import is_compiled
-from lightning_automodel.logs import warn_once
+from lightning_automodel.distributed.logs import warn_once
 
 
 def uncompile(module: "pl.LightningModule | None") -> "pl.LightningModule | None":
-    """The module as it was before ``torch.compile(module)``: same object, same names."""
+    """Returns the module as it was before ``torch.compile(module)``: same object, same names."""
     if module is None or not is_compiled(module):
         return module
     warn_once(

@@ -16,20 +16,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import default_timeout, register_comm_hook
-from lightning_automodel.blocks import find_blocks
-from lightning_automodel.casting import install_compute_dtype
 from lightning_automodel.config import DDPConfig
-from lightning_automodel.heads import install_loss
-from lightning_automodel.loading import broadcast_weights, cast_parameters, materialize, sharded_loading
-from lightning_automodel.logs import warn_once
-from lightning_automodel.mesh import TP, AutoSize, MeshSizes, axis, resolve_sizes
-from lightning_automodel.stages import apply_levers
+from lightning_automodel.distributed.kept_groups import keep
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.loading.initialize import broadcast_weights
+from lightning_automodel.loading.pretrained import sharded_loading
+from lightning_automodel.mesh import DP_REPLICATE, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.layers import config_for
+from lightning_automodel.parallel.replica_check import check_replicas_every
+from lightning_automodel.parallel.replication import Replication
+from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.units import check_levers_of_blocks, find_units, unwrap_compiled
+from lightning_automodel.strategies.submodels import check_switches_find_work, find_units, unwrap_compiled
 
 _PREPARED = "_prepared_for_ddp"
 
@@ -82,7 +83,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
                     f" and there is no axis of another kind; use FSDP2TPStrategy({name}={size}), or leave {name} out"
                 )
         self.config = config or DDPConfig()
-        self.choose_checkpoints(save_distributed_checkpoint, async_save)
+        self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._readers: ProcessGroup | None = None
         super().__init__(
             process_group_backend=process_group_backend or self.config.backend,
@@ -104,8 +105,9 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.join_mesh()
-        if self._readers is None and not self.config.read_weights_on_all_ranks:
-            self._readers, _ = dist.new_subgroups(self.num_processes, timeout=self._timeout)
+        if not self.config.read_weights_on_all_ranks:
+            size, timeout = self.num_processes, self._timeout
+            self._readers = keep(("readers", size, timeout), lambda: dist.new_subgroups(size, timeout=timeout)[0])
 
     # ---- building the model ------------------------------------------------------------------------------------------
 
@@ -122,25 +124,23 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         if self._is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         units = find_units(module, bare=True)
-        check_levers_of_blocks(self.config, [unit.module for unit in units])
+        check_switches_find_work(self.config, [unit.module for unit in units])
         for unit in units:
             _check_plain(unit.name, unit.module)
             if not hasattr(unit.module, _PREPARED):
                 self._prepare(unit.module)
                 setattr(unit.module, _PREPARED, True)
-        broadcast_weights(module, self.device_mesh)
+        of_units = {tensor for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
+        broadcast_weights(module, self.device_mesh, apart_from=of_units)
+        if self.config.check_replicas_every_n_steps is not None and not hasattr(module, _PREPARED):
+            check_replicas_every(module, self.config.check_replicas_every_n_steps)
+        setattr(module, _PREPARED, True)
 
     def _prepare(self, model: nn.Module) -> None:
         precision = self.precision_plugin
-        cast_parameters(model, precision.param_dtype)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            materialize(model, self.root_device)
-        if isinstance(model, PreTrainedModel):
-            install_loss(model, axis(self.device_mesh, TP), self.config)
-        if isinstance(model, PreTrainedModel) or find_blocks(model):
-            apply_levers(model, self.config, self.root_device.type)
-        if precision.mp_policy.param_dtype is not None:
-            install_compute_dtype(model, precision.mp_policy.param_dtype)
+        axes = Axes(tp=axis(self.device_mesh, TP), data=axis(self.device_mesh, DP_REPLICATE))
+        sharding = Replication(axes, self.root_device, precision.mp_policy.param_dtype)
+        apply_stages(model, axes, config_for(model, self.config, tp=1), sharding, precision.param_dtype)
 
     @property
     def _is_fitting(self) -> bool:
@@ -159,7 +159,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within this context the backward pass keeps its gradients to itself."""
+        """Keeps the gradients of backward passes on their rank, within this context."""
         if not self.config.static_graph:
             with super().block_backward_sync():
                 yield
@@ -180,12 +180,13 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        unused = "Expected to have finished reduction in the prior iteration"
-        if unused in str(exception):
+        text = str(exception)
+        super().on_exception(exception)
+        if "Expected to have finished reduction in the prior iteration" in text:  # of which Lightning says less
             exception.args = (
                 "training_step left parameters that require a gradient unused. If that is meant, freeze them "
                 "(requires_grad_(False) in configure_model), or use DDPConfig(find_unused_parameters=True). "
-                f"torch says: {exception}",
+                f"torch says: {text}",
             )
 
     @override
@@ -195,7 +196,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
 
 def reduce_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: the mean of narrow gradients, computed in float32 as FSDP2 does.
+    """Averages narrow gradients in float32, as FSDP2 does: a communication hook.
 
     Args:
         bucket: gradients of one dtype.
@@ -207,11 +208,11 @@ def reduce_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _leave_whole(_: nn.Module) -> None:
-    """Nothing to do between building on meta and reading."""
+    """Does nothing between building on meta and reading."""
 
 
 def _arguments(config: DDPConfig) -> dict[str, Any]:
-    """What torch's wrapper is built with. It need not compare and send the weights: ``build_parallel`` has."""
+    """Collects the arguments of torch's wrapper, which need not send the weights: ``build_parallel`` has."""
     # torch 2.13 gave the argument another name, and warns of the old one; without initial sync they are the same.
     renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     return {

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,20 +15,24 @@ from typing_extensions import override
 from lightning_automodel._compat import root_mesh
 from lightning_automodel._compat.dtensor import is_offloaded
 from lightning_automodel._compat.lightning import default_timeout, set_device
-from lightning_automodel.blocks import find_blocks
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.loading import materialize, sharded_loading
+from lightning_automodel.distributed.kept_groups import check_groups
+from lightning_automodel.loading.initialize import materialize
+from lightning_automodel.loading.placed import place, values_aside
+from lightning_automodel.loading.placeholders import reserve
+from lightning_automodel.loading.placement import BACKEND, move
+from lightning_automodel.loading.pretrained import sharded_loading
+from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
-from lightning_automodel.offloading import BACKEND, move
+from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
+from lightning_automodel.parallel.layers import config_for
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import has_rules
-from lightning_automodel.reserving import reserve
-from lightning_automodel.sharding import gradients_held, reshard
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.units import (
+from lightning_automodel.strategies.submodels import (
     Unit,
     check_complete,
-    check_levers_of_blocks,
+    check_switches_find_work,
     find_units,
     no_plan,
     unwrap_compiled,
@@ -45,7 +48,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     Args:
         tp: ranks that split each layer's matrices; they see the same batch.
-        cp: ranks that split each sequence. Not available yet: 1.
+        cp: ranks that split each sequence; they see the same batch (``docs/context.md``).
         dp_shard: ranks that see different samples and share the parameters among them; ``"auto"``: what remains.
         dp_replicate: groups of ranks that each hold all shards (hybrid sharding).
         config: all other switches.
@@ -81,13 +84,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         )
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
         self._check_requested()
-        self.choose_checkpoints(save_distributed_checkpoint, async_save)
+        self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
 
     def _check_requested(self) -> None:
         fixed = {name: size for name, size in self._requested.items() if size != "auto"}
-        sizes = resolve_sizes(_product(fixed), **fixed)
-        if sizes.cp > 1:
-            raise ValueError(f"cp={sizes.cp}: context parallelism is not available in this version; use cp=1")
+        resolve_sizes(_product(fixed), **fixed)
 
     # ---- sizes and mesh ----------------------------------------------------------------------------------------------
 
@@ -119,31 +120,39 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         replicas = axis(self.device_mesh, DP_REPLICATE).get_group()
         is_shared = self.config.broadcast_weights and replicas.size() > 1
-        with sharded_loading(
-            self._parallelize, self.root_device, replicas if is_shared else None, self._is_about_to_be_restored
+        with (
+            sharded_loading(
+                lambda model: place(model, self._parallelize),
+                self.root_device,
+                replicas if is_shared else None,
+                self._is_about_to_be_restored,
+            ),
+            whole_values(),
         ):
             yield
 
     def _parallelize(self, module: nn.Module) -> None:
-        precision, config = self.precision_plugin, _config_for(module, self.config, self.sizes.tp)
+        precision, config = self.precision_plugin, config_for(module, self.config, self.sizes.tp)
         parallelize(module, self.device_mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled(module)
+        reshard(module)  # what the last call left gathered, if its last step had no backward pass
         self._setup_units(find_units(module))
 
     def _setup_units(self, units: list[Unit]) -> None:
         tp = self.sizes.tp
         if tp > 1 and not any(has_rules(unit.module, self.config.tp_plan) for unit in units):
             raise ValueError(no_plan(type(self.lightning_module).__name__, tp, units))
-        check_levers_of_blocks(self.config, [unit.module for unit in units])
+        check_switches_find_work(self.config, [unit.module for unit in units])
         for unit in units:
             if unit.is_sharded:
                 check_complete(unit, self.config.tower_policy)
                 self._check_mesh(unit)
                 continue
-            self._parallelize(unit.module)
+            with values_aside(unit.module):
+                self._parallelize(unit.module)
             if any(p.is_meta for p in unit.module.parameters()):
                 if isinstance(unit.module, PreTrainedModel) and self._is_about_to_be_restored(unit.module):
                     reserve(unit.module, self.root_device)  # random weights are drawn whole, for nothing here
@@ -151,7 +160,10 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     def _check_mesh(self, unit: Unit) -> None:
         mesh = next((p.device_mesh for p in unit.module.parameters() if isinstance(p, DTensor)), None)
-        if mesh is not None and root_mesh(mesh) != self.device_mesh:
+        if mesh is None:
+            return
+        check_groups(root_mesh(mesh), unit.name)
+        if root_mesh(mesh) != self.device_mesh:
             raise ValueError(
                 f"{unit.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
                 "build a new LightningModule, or use the trainer that made it parallel"
@@ -173,7 +185,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within this context the backward pass keeps its gradients to itself: they are reduced with the last
+        """Keeps gradients of backward passes to the rank, within this context: they are reduced with the last
         micro-batch (``defer_fsdp_grad_sync``), or at least not over the replicas.
         """
         assert self.model is not None
@@ -186,15 +198,6 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         assert self.model is not None
         reshard(self.model)
         return output
-
-
-def _config_for(module: nn.Module, config: FSDP2Config, tp: int) -> FSDP2Config:
-    """A layer beside the models is whole on every rank of the tp axis, and has no blocks to work on."""
-    if has_rules(module, config.tp_plan if tp > 1 else None):
-        return config
-    if tp > 1:
-        config = replace(config, tp_plan={name: "replicate" for name, _ in module.named_parameters()})
-    return config if find_blocks(module) else config.without_blocks()
 
 
 def _product(sizes: Mapping[str, Any]) -> int:

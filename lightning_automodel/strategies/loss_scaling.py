@@ -54,7 +54,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The scale for the next backward pass, and when it grows."""
+        """Returns the scale for the next backward pass, and when it grows."""
         self.settle()
         return super().state_dict()
 
@@ -70,7 +70,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
 
 
 def _local_view(optimizer: Optimizer) -> SimpleNamespace:
-    """What unscaling reads of an optimizer, with this rank's part of each gradient."""
+    """Makes what unscaling reads of an optimizer, with this rank's part of each gradient."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return SimpleNamespace(param_groups=[{"params": [_local(p) for p in parameters]}])
 

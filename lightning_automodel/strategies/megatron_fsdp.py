@@ -10,17 +10,23 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import default_timeout
 from lightning_automodel.config import MegatronFSDPConfig
-from lightning_automodel.fragments import complete_state
-from lightning_automodel.loading import broadcast_weights, materialize, sharded_loading
-from lightning_automodel.megatron import HAVE_MEGATRON_FSDP, building, device
-from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, MeshSizes, axis, resolve_sizes
+from lightning_automodel.distributed.kept_groups import check_groups
+from lightning_automodel.distributed.uneven_shards import complete_state
+from lightning_automodel.loading.initialize import broadcast_weights, materialize
+from lightning_automodel.loading.placed import place, values_aside
+from lightning_automodel.loading.pretrained import sharded_loading
+from lightning_automodel.loading.whole_values import whole_values
+from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, building, device
+from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.units import check_levers_of_blocks, find_units, unwrap_compiled
+from lightning_automodel.strategies.submodels import check_switches_find_work, find_units, unwrap_compiled
 
 _SHARDED = "_sharded_by_megatron_fsdp"
 _MESH = "_mesh_of_megatron_fsdp"
@@ -73,7 +79,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
             process_group_backend=process_group_backend or self.config.backend,
             timeout=timeout,
         )
-        self.choose_checkpoints(save_distributed_checkpoint, async_save)
+        self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp}
         fixed = tp * (dp if isinstance(dp, int) else 1)
         resolve_sizes(fixed, tp=tp, dp_shard=dp)
@@ -102,16 +108,21 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with sharded_loading(self._split, self.root_device, is_restored=self._is_about_to_be_restored):
+        with (
+            sharded_loading(
+                lambda model: place(model, self._split), self.root_device, is_restored=self._is_about_to_be_restored
+            ),
+            whole_values(),
+        ):
             yield
 
     def _split(self, model: nn.Module) -> None:
-        """Tensor parallelism, before weights are read: each rank reads its slices, and shards them afterwards."""
-        building.split(model, axis(self.device_mesh, TP), self.config)
+        """Splits over tp before weights are read: each rank reads its slices, and shards them afterwards."""
+        building.split(model, self._axes, self.config)
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
-        from lightning_automodel.megatron.sharded import ShardedModules  # needs the library, which is optional
+        from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 
         unwrap_compiled(module)
         if self._sharded is not None:
@@ -123,7 +134,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
                 "'bf16-mixed', or FSDP2TPStrategy"
             )
         units = find_units(module)
-        check_levers_of_blocks(self.config, [unit.module for unit in units])
+        check_switches_find_work(self.config, [unit.module for unit in units])
         originals: list[dict[str, Tensor]] = []
         for unit in units:
             if unit.is_sharded:
@@ -131,24 +142,33 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
             if not building.is_split(unit.module):
                 self._split_in_memory(unit.module)
             broadcast_weights(unit.module, self.device_mesh)  # what files lack, or nobody has seeded
-            originals.append(building.finish_split(unit.module, axis(self.device_mesh, TP), self._dtypes))
-            building.apply_levers(unit.module, self.config)
+            originals.append(building.finish_split(unit.module, self._axes.tp, self._dtypes))
         vars(module)[_MESH] = self.device_mesh
         vars(module)[_SHARDED] = ShardedModules(
             [unit.module for unit in units],
-            axis(self.device_mesh, DP_SHARD),
-            axis(self.device_mesh, TP),
+            self._axes.data,
+            self._axes.tp,
             self.config,
             self._dtypes,
             self.root_device,
             originals,
         )
+        if self.config.check_replicas_every_n_steps is not None:
+            check_replicas_every(module, self.config.check_replicas_every_n_steps, vars(module)[_SHARDED].replicas)
+
+    @override
+    def check_replicas(self, module: "pl.LightningModule") -> None:
+        check_replicas(module, self._sharded.replicas)
 
     def _split_in_memory(self, model: nn.Module) -> None:
-        broadcast_weights(model, self.device_mesh)
-        self._split(model)
+        with values_aside(model):
+            self._split(model)
         if any(parameter.is_meta for parameter in model.parameters()):
             materialize(model, self.root_device)
+
+    @property
+    def _axes(self) -> Axes:
+        return Axes(tp=axis(self.device_mesh, TP), data=axis(self.device_mesh, DP_SHARD))
 
     @property
     def _dtypes(self) -> building.Dtypes:
@@ -183,7 +203,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within this context the backward pass belongs to a window of micro-batches that is not complete."""
+        """Marks backward passes as part of a window of micro-batches that is not complete, within this context."""
         self._is_blocked = True
         try:
             yield
@@ -215,7 +235,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
 def _refuse_sizes(sizes: dict[str, int]) -> None:
     ways = {
-        "cp": "context parallelism is not available in this version; leave it at 1",
+        "cp": "its hooks do not know parts of a sequence; use FSDP2TPStrategy(cp=...), or leave it at 1",
         "dp_replicate": "use FSDP2TPStrategy(dp_replicate=...), or leave it at 1",
         "pp": "there is no pipeline parallelism; use tp and dp",
         "ep": "experts are split by tp; leave it at 1",
@@ -225,7 +245,8 @@ def _refuse_sizes(sizes: dict[str, int]) -> None:
             raise ValueError(f"MegatronFSDPStrategy({name}={size}): {ways[name]}")
 
 
-def _check_mesh(own: Any, mesh: Any) -> None:
+def _check_mesh(own: DeviceMesh, mesh: DeviceMesh) -> None:
+    check_groups(own, "the model")
     if own != mesh:
         raise ValueError(
             f"the model was made parallel on another mesh ({own}) than this trainer's ({mesh}); build a new "

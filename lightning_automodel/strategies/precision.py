@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
+from lightning_automodel.strategies.finite import FiniteGuard, can_defer
 from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
@@ -23,7 +24,7 @@ _COMPUTED = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixe
 
 
 class FSDP2Precision(Precision):
-    """Precision of parameters and compute, as FSDP2 means it; DDP does the same (:mod:`lightning_automodel.casting`).
+    """Precision of parameters and compute, as FSDP2 means it; DDP does the same (``parallel/compute_dtype.py``).
 
     ============  ==================  =======================================
     precision     parameters stored   compute / reduction of gradients
@@ -51,6 +52,7 @@ class FSDP2Precision(Precision):
         compute = _COMPUTED.get(precision)
         self.mp_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
         self.scaler: AgreedGradScaler | None = None
+        self.guard = FiniteGuard("ignore")
         self.clip_norm: Callable[[Iterable[Tensor], float], Tensor] = clip_grad_norm_
 
     @override
@@ -67,7 +69,9 @@ class FSDP2Precision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss."""
-        if self.scaler is not None:
+        if self.scaler is None:
+            self.guard.record(tensor)
+        else:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
 
@@ -75,9 +79,11 @@ class FSDP2Precision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward and backward pass, hooks and clipping on true gradients, the step unless a gradient overflowed."""
+        """Runs forward and backward pass, hooks and clipping on true gradients, the step unless a gradient
+        overflowed.
+        """
         if self.scaler is None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            return self._step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ValueError("precision='16-mixed' scales the loss, which LBFGS cannot; use 'bf16-mixed' or '32-true'")
         result = closure()
@@ -86,6 +92,31 @@ class FSDP2Precision(Precision):
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
         return self.scaler.step(optimizer, **kwargs)
+
+    def _step(
+        self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Returns the step of an optimizer, which may ask for gradients itself, unless losses or gradients are not
+        finite.
+        """
+        defers = self.guard.policy != "ignore" and can_defer(optimizer)
+        if self.guard.policy == "ignore" or (self.guard.policy == "error" and not defers):
+            closure = self.guard.checked(closure, optimizer, model)
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError('nonfinite="skip" leaves steps out, but LBFGS asks for gradients within one; use "error"')
+        result = closure()
+        finding = self.guard.inspect(optimizer, model)
+        if defers:
+            self.guard.defer(finding, optimizer)
+        elif not self.guard.allows(finding):
+            return result
+        try:
+            self._after_closure(model, optimizer)
+            stepped = optimizer.step(**kwargs)
+        finally:
+            vars(optimizer).pop("found_inf", None)
+        return result if stepped is None else stepped
 
     # ---- clipping ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +150,7 @@ class FSDP2Precision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, equal on all ranks."""
+        """Returns the loss scale, equal on all ranks."""
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     @override
@@ -130,7 +161,7 @@ class FSDP2Precision(Precision):
 
 
 def choose_precision(name: str, plugin: Precision | None) -> FSDP2Precision:
-    """The plugin for ``Trainer(precision=name)`` or ``Trainer(plugins=plugin)``.
+    """Chooses the plugin for ``Trainer(precision=name)`` or ``Trainer(plugins=plugin)``.
 
     Raises:
         ValueError: for a plugin that is not this strategy's, or a precision that it does not have.
@@ -139,7 +170,7 @@ def choose_precision(name: str, plugin: Precision | None) -> FSDP2Precision:
 
 
 def convert_precision(plugin: Precision | None) -> FSDP2Precision:
-    """The plugin itself, if it is this strategy's; the default for ``None``.
+    """Returns the plugin itself, if it is this strategy's; the default for ``None``.
 
     Raises:
         ValueError: for any other plugin.

@@ -1,18 +1,62 @@
-"""Gives the ranks of a tensor-parallel group one random state, so that they shuffle, drop out and sample alike, and
-saves and restores the state of each data rank.
+"""The random numbers of a run: those that models draw, a function of the seed and the step, and the user's generators.
+
+The ranks of a tensor-parallel group start with one state of the user's generators, and so shuffle alike as long as they
+draw alike. A checkpoint holds the state of each data rank. What models draw does not depend on any of it.
 """
 
 import random
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_automodel.distributed.random_numbers import RandomNumbers, agreed_seed
+from lightning_automodel.parallel.random_passes import draw_from, lone_dropouts
+from lightning_automodel.strategies.submodels import find_units
+
 RANDOM_STATES = "random_states"
+RANDOM_NUMBERS = "random_numbers"
 State = dict[str, Any]
+
+
+class ModelDraws:
+    """What the models of one LightningModule draw from, whatever trainers it goes through."""
+
+    def __init__(self) -> None:
+        self._numbers: RandomNumbers | None = None
+
+    def install(self, module: "pl.LightningModule", data_rank: int, device_type: str) -> None:
+        """Gives all models, layers and dropout modules that ``module`` holds the numbers of one run. Collective.
+
+        The seed is that of rank 0's generator.
+        """
+        self._numbers = RandomNumbers(seed=agreed_seed(device_type), data_rank=data_rank)
+        units = [unit.module for unit in find_units(module, bare=True)]
+        for drawing in (*units, *lone_dropouts(module, units)):
+            draw_from(drawing, self._numbers)
+
+    def begin(self, trainer: "pl.Trainer") -> None:
+        """Returns a micro-batch begins, or an evaluation."""
+        stage, step = trainer.state.stage, trainer.global_step
+        assert self._numbers is not None
+        assert stage is not None
+        again = (self._numbers.stage, self._numbers.step) == (stage.value, step)
+        self._numbers.begin(stage.value, step, self._numbers.micro_batch + 1 if again else 0)
+
+    def state(self) -> State:
+        """What a checkpoint holds of it; it means the same on every layout."""
+        assert self._numbers is not None
+        return {name: getattr(self._numbers, name) for name in ("seed", "stage", "step", "micro_batch")}
+
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
+        """Goes on as the run that wrote ``checkpoint``; one of another library has no seed, and this run's stays."""
+        assert self._numbers is not None
+        for name, value in checkpoint.get(RANDOM_NUMBERS, {}).items():
+            setattr(self._numbers, name, value)
 
 
 def share_random_state(group: ProcessGroup) -> None:
@@ -35,7 +79,9 @@ def _states() -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
 
 
 def collect_random_states(data_group: ProcessGroup) -> list[State]:
-    """The random state of each data rank; ranks that see the same samples share one. Collective over the group."""
+    """Collects the random state of each data rank; ranks that see the same samples share one. Collective over the
+    group.
+    """
     states: list[State] = [{}] * data_group.size()
     dist.all_gather_object(states, _random_state(), group=data_group)
     return states
@@ -56,7 +102,7 @@ def restore_random_state(checkpoint: Mapping[str, Any], data_rank: int) -> None:
 
 
 def _random_state() -> State:
-    """As plain containers and tensors, which load with ``weights_only=True``."""
+    """Reads the random states as plain containers and tensors, which load with ``weights_only=True``."""
     numpy: Any = np.random.get_state()
     name, keys, *others = numpy
     return {

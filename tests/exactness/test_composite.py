@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-from lightning_automodel.blocks import find_towers
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.modules.structure import find_towers
 from lightning_automodel.parallelizer import parallelize
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Batch, Schedule, compare
 from tests.support.training import Recorder, make_trainer, world_size
 from tests.support.training import batches as text

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, compare
 from tests.support.marks import with_long
 

@@ -1,10 +1,11 @@
 """A dozen families, one of each kind, against one process; `python -m benchmarks.exactness` compares all of them."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule
 from tests.support.families import image_text_families, tiny_model
 from tests.support.images import find_inputs
@@ -26,12 +27,17 @@ KINDS = {
 CHANGES = dict.fromkeys(KINDS["recurrent"], HYBRID) | dict.fromkeys(KINDS["experts"], ROUTER)
 
 
-def errors(runs: dict[str, Run]) -> dict[str, tuple[float, str]]:
+FROM_FILES = ("fused", "images")
+"""Kinds of which both sides read their weights from files; the others begin with a model in memory."""
+
+
+def errors(runs: dict[str, Run], directory: Path | None = None) -> dict[str, tuple[float, str]]:
     """Runs on each rank: the largest error of each family."""
     found = {}
     for family, run in runs.items():
         inputs = find_inputs(tiny_model(family).train()) if family in image_text_families() else None
-        found[family] = differences(family, run, inputs).largest
+        place = directory / family if directory else None
+        found[family] = differences(family, run, inputs, directory=place).largest
     return found
 
 
@@ -43,7 +49,7 @@ def check(results: Iterable[dict[str, tuple[float, str]]]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_clipped_steps_of_two_micro_batches_on_a_mesh(kind: str, pool4: Pool) -> None:
     runs = {f: Run(sizes=MESH, schedule=Schedule(), changes=CHANGES.get(f, {})) for f in KINDS[kind]}
-    check(pool4.run(errors, runs))
+    check(pool4.run(errors, runs, with_directory=kind in FROM_FILES))
 
 
 def test_more_ranks_than_key_value_heads(pool4: Pool) -> None:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Partial, Replicate
 
 from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.plans import Layout, ModuleLayout, derive_layout, select_plan
-from lightning_automodel.styles import Enter, Leave
-from tests.harness.pool import Pool
+from lightning_automodel.plans.styles import Enter, Leave
+from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, batches
 from tests.support.families import tiny_model
 from tests.support.oracle import Findings, examine

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, compare
 
 BOUND = 1e-4

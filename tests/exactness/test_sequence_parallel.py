@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from lightning_automodel import logs
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.distributed import logs
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import apply_selective_activation_checkpointing, parallelize
-from tests.harness.pool import Pool, RankFailed
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.comparison import Batch, Schedule, compare
 from tests.support.families import tiny_model
 from tests.support.training import whole

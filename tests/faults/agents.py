@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_automodel.testing.pool import ENVIRONMENT, ROOT
 from tests.faults.chains import Story
-from tests.harness.pool import ENVIRONMENT, ROOT
 
 # Else the workers of all restarts share one store, and read addresses of dead ones in it (pytorch 135712).
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_automodel.finetuning.loader import ResumableLoader
-from tests.harness.pool import Pool, RankFailed
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.training import GLOBAL_BATCH, ROWS, Recorder, make_trainer, rows, world_size
 
 EPOCHS = 6

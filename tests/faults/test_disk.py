@@ -13,9 +13,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_automodel.strategies.files import StagedCheckpointIO
+from lightning_automodel.strategies.checkpoints.plain_files import StagedCheckpointIO
+from lightning_automodel.testing.pool import Pool
 from tests.faults.chains import STEPS, Story, train
-from tests.harness.pool import Pool
 from tests.support.marks import with_long
 from tests.support.training import make_trainer
 

@@ -13,9 +13,9 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_automodel.strategies.last import find_last
+from lightning_automodel.strategies.checkpoints.newest import find_last
+from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.faults.chains import STEPS, Chain, Story, random_kill, train
-from tests.harness.pool import Nursery, Pool, RankFailed
 from tests.support.training import GLOBAL_BATCH, ROWS, make_trainer
 
 MOMENTS = int(os.environ.get("FAULT_MOMENTS", "4"))

@@ -12,8 +12,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_automodel.strategies import peers
-from tests.harness.pool import Pool, RankFailed
+from lightning_automodel.strategies.faults import peers
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.training import Recorder, batches, make_trainer, world_size
 
 TIMEOUT = 4.0  # seconds, of collectives

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import TensorDataset
 
 from lightning_automodel.finetuning.loader import ResumableLoader
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import GLOBAL_BATCH, Recorder, make_trainer, rows, world_size
 
 ACCUMULATE = 2

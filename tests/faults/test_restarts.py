@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_automodel.testing.pool import Pool
 from tests.faults.agents import Agent, Node, free_port, stories, wait_until
 from tests.faults.chains import STEPS, Story, train
 from tests.faults.network import Network
-from tests.harness.pool import Pool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

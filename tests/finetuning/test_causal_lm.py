@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM, TextDataModule, WarmupCosine
 from lightning_automodel.finetuning.loader import ResumableLoader
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 
 Batch = dict[str, torch.Tensor]
 

@@ -57,6 +57,17 @@ def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsy
     assert "test/loss" in capsys.readouterr().out
 
 
+def test_an_adapter_by_switches(config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = yaml.safe_load(config.read_text())
+    content["model"]["init_args"]["peft"] = {"r": 4, "target_modules": "all-linear"}
+    config.write_text(yaml.safe_dump(content))
+    with caplog.at_level("INFO"):
+        main(["fit", "--config", str(config), "--trainer.strategy=auto", "--model.peft.r=2"])
+    saved = yaml.safe_load((tmp_path / "run/lightning_logs/version_0/config.yaml").read_text())
+    assert saved["model"]["init_args"]["peft"] == {"r": 2, "target_modules": "all-linear"}
+    assert "parameters train" in caplog.text
+
+
 def test_our_refusals_are_one_line_and_exit_code_1(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mistakes = {
         "--model.model=/nowhere/model": "model='/nowhere/model' is not a directory",

@@ -13,7 +13,7 @@ from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.finetuning import TextDataModule
 from lightning_automodel.finetuning.data import token_rows
 from lightning_automodel.finetuning.encoding import Encoder
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 
 
 @pytest.fixture

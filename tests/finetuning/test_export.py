@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM, HuggingFaceExport, TextDataModule
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 
 
 def _fit(model_dir: str, directory: Path, **trainer: Any) -> float:

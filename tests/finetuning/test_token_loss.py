@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 
 Batch = dict[str, Tensor]
 Step = tuple[float, dict[str, Tensor]]  # train/loss and the gradients that the optimizer sees

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy, parallelize
-from lightning_automodel.float8 import RECIPES
+from lightning_automodel.config.values import FLOAT8_RECIPES
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.testing.pool import Pool
 from tests.gpu.test_smoke import SIZES, batches, fit, reference
-from tests.harness.pool import Pool
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_parameters_on_the_host(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FLOAT8_RECIPES)
 def test_float8(recipe: str, saved: Path, tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs float8 in hardware")

@@ -11,11 +11,11 @@ from torch.nn.functional import cross_entropy as reference
 from torch.nn.functional import linear
 
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
-from lightning_automodel.deferred import DeferredLogits, LinearRecipe
 from lightning_automodel.gradients import clip_grad_norm_
-from lightning_automodel.kernels import LOSS_KERNELS
 from lightning_automodel.loss import cross_entropy, entropy
-from lightning_automodel.vocabulary import Part
+from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
+from lightning_automodel.loss.kernels import LOSS_KERNELS
+from lightning_automodel.loss.vocab_parallel import Part
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

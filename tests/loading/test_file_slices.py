@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_automodel.file_slices import SlicedFile
+from lightning_automodel.loading.safetensors import SlicedFile
 
 TENSORS = {
     "matrix": torch.randn(300, 1100),

@@ -17,11 +17,11 @@ from transformers import (
     MixtralConfig,
 )
 
+from lightning_automodel.distributed.shards import gather_whole
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
-from lightning_automodel.shards import gather_whole
-from tests.harness.pool import Nursery, Pool, RankFailed
+from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.support.initialization import initial_difference
 
 SIZES = dict(

@@ -13,8 +13,9 @@ import transformers.modeling_utils as library
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightning_automodel import FSDP2Config, FSDP2TPStrategy, loading
-from tests.harness.pool import Pool
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy
+from lightning_automodel.loading import initialize
+from lightning_automodel.testing.pool import Pool
 from tests.support.training import Recorder, batches, fit, make_trainer, tiny_llama, whole_parameters
 
 
@@ -147,14 +148,14 @@ def resumed_on_meta(directory: Path) -> tuple[bool, int]:
     expected = fit({"tp": 2}, directory / "a", epochs=2, module=OnMeta())[1]
     path = directory / "a/epoch=0.ckpt"
     drawn = 0
-    original = loading.initialize_missing
+    original = initialize.initialize_missing
 
     def counted(model: nn.Module, *args: Any) -> None:
         nonlocal drawn
         drawn += sum(not getattr(p, "_is_hf_initialized", False) for p in model.parameters())
         original(model, *args)
 
-    loading.initialize_missing = counted
+    initialize.initialize_missing = counted
     actual = fit({"tp": 2}, directory / "b", epochs=2, resume=path, module=OnMeta())[1]
     return all(torch.equal(actual[name], value) for name, value in expected.items()), drawn
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
-from lightning_automodel.collectives import shard_bounds
-from tests.harness.pool import Pool
+from lightning_automodel.distributed.collectives import shard_bounds
+from lightning_automodel.testing.pool import Pool
 from tests.loss.cases import IGNORED, assert_close, for_all, reference_losses
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor] | None] = {

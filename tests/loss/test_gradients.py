@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_automodel.gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm, to_local_if_dtensor
 from lightning_automodel.mesh import DP_CP, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
-from tests.harness.pool import Pool, RankFailed
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.loss.cases import for_all
 from tests.support.families import tiny_model
 

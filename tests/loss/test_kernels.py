@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.deferred import DeferredLogits, LinearRecipe
-from lightning_automodel.kernels import check_kernel
-from lightning_automodel.vocabulary import Part
+from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
+from lightning_automodel.loss.kernels import check_kernel
+from lightning_automodel.loss.vocab_parallel import Part
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.metrics import Perplexity, TokenAccuracy, TokenCounter
-from lightning_automodel.strategies.metrics import reduce_metrics_over
-from tests.harness.pool import Pool
+from lightning_automodel.strategies.logging import reduce_metrics_over
+from lightning_automodel.testing.pool import Pool
 
 
 def batch(rank: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_automodel.config import FSDP2Config
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Batch, Schedule, batches, compare
 from tests.support.families import tiny_model
 

@@ -15,7 +15,7 @@ from lightning_automodel.loss import (
     top1,
     top1_accuracy,
 )
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.loss.cases import IGNORED, Case, assert_close, cases, for_all, leaf, reference_losses, whole
 
 

@@ -12,8 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from transformers import AutoModelForCausalLM
 
-from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy, file_slices
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
+from lightning_automodel.loading import safetensors as file_slices
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.subjects import save_families
 from tests.support.training import Recorder, batches, make_trainer, whole, whole_parameters, world_size
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_automodel.strategies.fillers import fresh_containers, preserved_attributes
-from tests.harness.pool import Nursery, Pool, PoolTimeout
+from lightning_automodel.strategies.evaluation.fillers import fresh_containers, preserved_attributes
+from lightning_automodel.testing.pool import Nursery, Pool, PoolTimeout
 from tests.strategies.modules import StockModule, Stream, TinyModule, loader, trainer
 
 FILLINGS: list[bool] = []  # not an attribute of the module, which a filler restores

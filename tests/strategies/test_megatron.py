@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_automodel import FSDP2TPStrategy, MegatronFSDPConfig, MegatronFSDPStrategy
-from lightning_automodel.fragments import as_stored
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.megatron import accumulating, clip_grad_norm_
 from lightning_automodel.parallelizer import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
-from lightning_automodel.shards import gather_whole
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support import cuda_on_cpu
 from tests.support.subjects import SIZES, VOCABULARY
 from tests.support.training import Recorder, batches, make_trainer, world_size

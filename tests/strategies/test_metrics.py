@@ -17,8 +17,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.metrics import Perplexity, TokenAccuracy, TokenCounter
-from lightning_automodel.strategies.metrics import install_log
-from tests.harness.pool import Pool
+from lightning_automodel.strategies.logging import install_log
+from lightning_automodel.testing.pool import Pool
 from tests.support.training import GLOBAL_BATCH, Memory, Recorder, batches, make_trainer, rows, tiny_llama, whole
 
 STEPS = 3  # odd, so that batch sizes do not divide by the number of ranks

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
-from tests.harness.pool import Pool
+from lightning_automodel.testing.pool import Pool
 from tests.strategies.modules import CONFIG, TinyModule, loader, trainer
 
 NAMES = ["32-true", "bf16-true", "bf16-mixed", "16-mixed"]

@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, get_worker_info
 
-from lightning_automodel.strategies.agreement import digest
-from lightning_automodel.strategies.data import ShareOfStream, divides_itself, share_of_loader, share_of_sampler
-from tests.harness.pool import Pool
+from lightning_automodel.strategies.data.agreement import digest
+from lightning_automodel.strategies.data.samplers import (
+    ShareOfStream,
+    divides_itself,
+    share_of_loader,
+    share_of_sampler,
+)
+from lightning_automodel.testing.pool import Pool
 from tests.strategies.modules import SizedStream, StockModule, Stream, TinyModule, loader, rows, trainer
 
 Seen = list[dict[str, list[int]]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.harness.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import (
@@ -24,6 +24,7 @@ from tests.support.subjects import (
 )
 
 BOUND = 1e-5
+LONG_CP = ("fsdp2-dp2-cp2", "fsdp2-cp2-tp2")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def train(layout: str | None, path: Path, directory: Path, cases: dict[str, dict
     """Runs on each rank: several runs, by name."""
     results = {}
     for name, case in cases.items():
-        module = Subject(path / case["family"], case.get("optimizer", "sgd"), case.get("frozen", False))
+        options = {key: case[key] for key in ("optimizer", "frozen", "recomputed") if key in case}
+        module = Subject(path / case["family"], **options)
         chosen = LAYOUTS[layout] if layout else None
         strategy = chosen.make(**case.get("arguments", {})) if chosen else "auto"
         devices, data_size = (chosen.ranks, chosen.data_size) if chosen else (1, 1)
@@ -45,6 +47,7 @@ def train(layout: str | None, path: Path, directory: Path, cases: dict[str, dict
 
 CASES: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family in FAMILIES},
+    "qwen3": {"family": "qwen3", "recomputed": True},
     "frozen": {"family": "llama", "frozen": True, "optimizer": "adamw"},
 }
 
@@ -55,7 +58,7 @@ def expected(models: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFa
     return Pool(nursery, 1).run(train, None, models, tmp_path_factory.mktemp("one"), CASES, trainer=True)[0]
 
 
-@pytest.mark.parametrize("layout", with_long(LAYOUTS, "megatron0-dp2", "megatron1-dp2", "megatron2-dp2-tp2"))
+@pytest.mark.parametrize("layout", with_long(LAYOUTS, "megatron0-dp2", "megatron1-dp2", "megatron2-dp2-tp2", *LONG_CP))
 def test_everything_equals_one_process(
     layout: str, expected: dict[str, Any], models: Path, nursery: Nursery, tmp_path: Path
 ) -> None:

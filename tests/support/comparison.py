@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallel.fsdp2 import gradients_held
+from lightning_automodel.parallel.random_passes import draw_from
 from lightning_automodel.parallelizer import parallelize
-from lightning_automodel.sharding import gradients_held
 
 Batch = dict[str, Tensor]
 
@@ -104,12 +106,15 @@ class _Step:
 def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callable, defer: bool = True) -> list[_Step]:
     """One process takes the batches of all data ranks; a rank of the mesh takes its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=schedule.learning_rate)
+    numbers = RandomNumbers(seed=0)
+    draw_from(model, numbers)
     steps = []
     for step in range(schedule.steps):
         micro = [(rank, batch) for rank in ranks for batch in draw(schedule, step, rank)]
         total = torch.zeros(())
         for i, (rank, batch) in enumerate(micro):
-            torch.manual_seed(100 * rank + i % schedule.micro_batches)  # some routers sample while they train
+            numbers.data_rank = rank
+            numbers.begin("train", step, i % schedule.micro_batches)
             with gradients_held(model, defer) if i < len(micro) - 1 else nullcontext():
                 loss = loss_of(model, batch) / len(micro)
                 loss.backward()

@@ -25,6 +25,9 @@ class _Widen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.backward:
+            with self:  # a mode is off while it handles a call, and recomputations run in this one
+                return torch.autograd.backward(args[0])  # of a loss: the arguments have their defaults
         if func is Tensor.float:
             func = Tensor.double
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):

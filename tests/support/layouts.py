@@ -19,8 +19,8 @@ class Layout:
     make: Callable[..., Strategy]
 
 
-def _fsdp2(tp: int) -> Callable[..., Strategy]:
-    return lambda **arguments: FSDP2TPStrategy(tp=tp, **arguments)
+def _fsdp2(tp: int, cp: int = 1) -> Callable[..., Strategy]:
+    return lambda **arguments: FSDP2TPStrategy(tp=tp, cp=cp, **arguments)
 
 
 def _megatron(tp: int, stage: int) -> Callable[..., Strategy]:
@@ -36,8 +36,12 @@ LAYOUTS: dict[str, Layout] = {
     "ddp-1": Layout(ranks=1, data_size=1, make=DDPStrategy),
     "ddp-2": Layout(ranks=2, data_size=2, make=DDPStrategy),
     "ddp-4": Layout(ranks=4, data_size=4, make=DDPStrategy),
+    "fsdp2-tp2": Layout(ranks=2, data_size=1, make=_fsdp2(2)),
     "fsdp2-dp2": Layout(ranks=2, data_size=2, make=_fsdp2(1)),
     "fsdp2-dp2-tp2": Layout(ranks=4, data_size=2, make=_fsdp2(2)),
+    "fsdp2-cp2": Layout(ranks=2, data_size=1, make=_fsdp2(1, 2)),
+    "fsdp2-dp2-cp2": Layout(ranks=4, data_size=2, make=_fsdp2(1, 2)),
+    "fsdp2-cp2-tp2": Layout(ranks=4, data_size=1, make=_fsdp2(2, 2)),
     **{f"megatron{i}-dp2": Layout(ranks=2, data_size=2, make=_megatron(1, i)) for i in range(4)},
     "megatron3-tp2": Layout(ranks=2, data_size=1, make=_megatron(2, 3)),
     "megatron2-dp2-tp2": Layout(ranks=4, data_size=2, make=_megatron(2, 2)),

@@ -28,10 +28,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_automodel import collectives, local_tensors, tensor_parallel
+from lightning_automodel.distributed import collectives
+from lightning_automodel.modules.parameter_swap import ParameterSwap
+from lightning_automodel.parallel.tensor import apply as tensor_parallel
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
-from lightning_automodel.styles import Enter
+from lightning_automodel.plans.styles import Enter
 
 _TYPE = "_type_of_oracle"
 
@@ -121,10 +123,10 @@ class Oracle(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Generator[None, None, None]:
         """Patches the places where types change that no operation shows."""
-        apply = torch.autograd.Function.__dict__["apply"].__func__
+        apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, of Python or (torch 2.15) of C
 
         def typed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return self._apply(cls, lambda: apply(cls, *args, **kwargs), args)
+            return self._apply(cls, lambda: apply.__get__(None, cls)(*args, **kwargs), args)
 
         hooks = [
             register_module_forward_pre_hook(self._enter),
@@ -133,7 +135,7 @@ class Oracle(TorchFunctionMode):
         try:
             with (
                 mock.patch.object(torch.autograd.Function, "apply", classmethod(typed_apply)),
-                mock.patch.object(local_tensors, "_to_local", self._typed_local(local_tensors._to_local)),
+                mock.patch.object(ParameterSwap, "add", self._typed_add(ParameterSwap.add)),
                 mock.patch.object(tensor_parallel, "_enter_function", _typed_share(tensor_parallel._enter_function)),
             ):
                 yield
@@ -218,15 +220,20 @@ class Oracle(TorchFunctionMode):
 
     # ---- local tensors -----------------------------------------------------------------------------------------------
 
-    def _typed_local(self, to_local: Callable) -> Callable:
-        def typed(parameter: DTensor, entry: Any) -> Tensor:
+    def _typed_add(self, add: Callable) -> Callable:
+        def typed_add(swap: ParameterSwap, owner: nn.Module, name: str, entry: Any) -> None:
+            prefix = self._names[id(owner)]
+            add(swap, owner, name, self._typed_local(f"{prefix}.{name}" if prefix else name, entry))
+
+        return typed_add
+
+    def _typed_local(self, name: str, entry: Any) -> Callable:
+        def typed(parameter: DTensor) -> Tensor:
             paused, self._paused = self._paused, True
-            local = to_local(parameter, entry)
+            local = entry(parameter)
             self._paused = paused
-            owner = self._names[id(entry.module)]
-            name = f"{owner}.{entry.name}" if owner else entry.name
             whole = parameter.placements[0].is_replicate()
-            if whole and (entry.rows is not None or entry.zero):  # each rank takes another part of it
+            if whole and (entry.rows or entry.zero):  # each rank takes another part of it
                 self.findings.partial.add(name)
                 whole = False
             setattr(local, _TYPE, Type(parameters=frozenset([name])) if whole else Type(Kind.VARYING))

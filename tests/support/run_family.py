@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans import select_plan
 from tests.support.comparison import Batch, Differences, Schedule, batches, compare, loss_of
 from tests.support.families import tiny_model
+from tests.support.files import Files
 from tests.support.float64 import in_float64
 from tests.support.images import Inputs, find_inputs
 from tests.support.initialization import initial_difference
@@ -34,6 +36,7 @@ class Run:
         changes: fields of the language model's config.
         config: switches of the mesh's run.
         ragged: an odd number of tokens, and padding.
+        packed: three documents in each row, told apart by their positions, where the model takes positions.
     """
 
     sizes: Mapping[str, int]
@@ -41,6 +44,7 @@ class Run:
     changes: Mapping[str, Any] = field(default_factory=dict)
     config: FSDP2Config = field(default_factory=FSDP2Config)
     ragged: bool = False
+    packed: bool = False
 
     @property
     def world(self) -> int:
@@ -96,7 +100,9 @@ def probe(family: str) -> Probe:
     return Probe(parameters=sum(p.numel() for p in model.parameters()), plan=_plan(model), inputs=inputs)
 
 
-def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double: bool = False) -> dict[str, Outcome]:
+def run_all(
+    family: str, runs: Mapping[str, Run | None], inputs: Inputs, double: bool = False, directory: Path | None = None
+) -> dict[str, Outcome]:
     """Runs on every rank: the outcome of each run by its name; ``None`` stands for the initial weights.
 
     Args:
@@ -104,6 +110,7 @@ def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double:
         runs: all on as many ranks as there are.
         inputs: from :func:`probe`.
         double: compute in float64.
+        directory: where models are saved, which both sides then read; ``None``: they start from one in memory.
     """
     outcomes = {}
     for name, run in runs.items():
@@ -114,7 +121,7 @@ def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double:
             else:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    error, where = differences(family, run, inputs, double).largest
+                    error, where = differences(family, run, inputs, double, directory).largest
                 note = next((str(w.message) for w in caught if NO_EFFECT in str(w.message)), "")
             outcomes[name] = Outcome(error=error, where=where, note=note)
         except Exception as failure:
@@ -122,18 +129,30 @@ def run_all(family: str, runs: Mapping[str, Run | None], inputs: Inputs, double:
     return outcomes
 
 
-def differences(family: str, run: Run, inputs: Inputs | None = None, double: bool = False) -> Differences:
+def differences(
+    family: str, run: Run, inputs: Inputs | None = None, double: bool = False, directory: Path | None = None
+) -> Differences:
     """Runs on every rank: a family on a mesh against one process."""
     # Grouped matrix products of experts exist for narrow dtypes only.
-    build = partial(tiny_model, family, experts="eager" if double else None, **run.changes)
+    build: Callable[[], nn.Module] = partial(tiny_model, family, experts="eager" if double else None, **run.changes)
+    make_parallel = None
+    if directory is not None:
+        files = Files(family, directory / _key(run), build, "eager" if double else None)
+        build, make_parallel = files.plain, partial(files.on_mesh, config=run.config)
     draw: Callable[[Schedule, int, int], list[Batch]] = partial(_draw, inputs or Inputs(), double)
     if run.ragged:
         draw = partial(_draw_ragged, draw, "attention_mask" in inspect.signature(build().forward).parameters)
+    if run.packed and "position_ids" in inspect.signature(build().forward).parameters:
+        draw = partial(_draw_packed, draw)
     arguments = (dict(run.sizes), dist.get_world_size(), run.schedule, run.config)
     if not double:
-        return compare(build, *arguments, draw=draw)
+        return compare(build, *arguments, draw=draw, make_parallel=make_parallel)
     with in_float64():
-        return compare(lambda: build().double(), *arguments, draw=draw)
+        return compare(lambda: build().double(), *arguments, draw=draw, make_parallel=make_parallel)
+
+
+def _key(run: Run) -> str:
+    return "-".join(f"{name}={value}" for name, value in run.changes.items()) or "model"
 
 
 def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
@@ -151,6 +170,21 @@ def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank
 def _draw_ragged(draw: Callable, with_mask: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
     micro = [ragged(batch) for batch in draw(schedule, step, data_rank)]
     return micro if with_mask else [{k: v for k, v in batch.items() if k != "attention_mask"} for batch in micro]
+
+
+def _draw_packed(draw: Callable, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
+    """Documents that end on the edges of chunks and beside them; a batch with images stays as it is."""
+    return [
+        _packed(batch) if batch.keys() == {"input_ids", "labels"} else batch
+        for batch in draw(schedule, step, data_rank)
+    ]
+
+
+def _packed(batch: Batch) -> Batch:
+    ids = batch["input_ids"]
+    first, second = ids.shape[1] // 4, ids.shape[1] // 2 + 1
+    lengths = (first, second - first, ids.shape[1] - second)
+    return {**batch, "position_ids": torch.cat([torch.arange(n) for n in lengths]).expand_as(ids)}
 
 
 def _plan(model: nn.Module) -> str:

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.uneven_shards import PARTITION, Fragment, as_stored
 from lightning_automodel.finetuning import HuggingFaceExport
-from lightning_automodel.fragments import PARTITION, Fragment, as_stored
-from lightning_automodel.shards import gather_whole
 
 ROWS, WINDOW, UNEVEN, LENGTH, VOCABULARY = 16, 8, 5, 8, 61
 SIZES: dict[str, Any] = dict(
@@ -59,9 +59,9 @@ def save_families(directory: Path) -> Path:
 class Subject(L.LightningModule):
     """Trains a checkpoint; its step returns a dict, and a metric is its last submodule."""
 
-    def __init__(self, path: Path, optimizer: str = "sgd", frozen: bool = False) -> None:
+    def __init__(self, path: Path, optimizer: str = "sgd", frozen: bool = False, recomputed: bool = False) -> None:
         super().__init__()
-        self.path, self.optimizer, self.frozen = path, optimizer, frozen
+        self.path, self.optimizer, self.frozen, self.recomputed = path, optimizer, frozen, recomputed
         self.model: Any = None
         self.mean = MeanMetric()
         self.notes: dict[str, list[Any]] = {"losses": [], "gradients": [], "rates": []}
@@ -69,6 +69,8 @@ class Subject(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = AutoModelForCausalLM.from_pretrained(self.path).train()
+            if self.recomputed:
+                self.model.gradient_checkpointing_enable()
             if self.frozen:
                 self.model.model.layers[0].requires_grad_(False)
                 self.model.get_input_embeddings().requires_grad_(False)

@@ -1,0 +1,110 @@
+"""What benchmarks measure and write with: process memory, medians, the table in docs/."""
+
+import argparse
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+
+class Document:
+    """A table in docs/ that is printed as it grows, and written where ``--write`` asks for it."""
+
+    def __init__(self, name: str) -> None:
+        self.path = Path(__file__).resolve().parents[1] / "docs" / name
+        self.lines: list[str] = []
+
+    def add_flag(self, parser: argparse.ArgumentParser) -> None:
+        """Give ``parser`` the option."""
+        parser.add_argument("--write", action="store_true", help=f"write {self.path.name}")
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Print lines, one by one as they come, and keep them."""
+        for line in lines:
+            print(line, flush=True)
+            self.lines.append(line)
+
+    def finish(self, write: bool, *more: str) -> None:
+        """Write the file, with ``more`` lines at its end."""
+        if write:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text("\n".join([*self.lines, *more]) + "\n")
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Take the median of each figure over the runs."""
+    return {key: median(run[key] for run in runs) for key in runs[0]}
+
+
+def describe_machine() -> str:
+    """For the head of a table."""
+    return (
+        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, gloo, one thread per rank; torch "
+        f"{torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
+class Memory:
+    """Memory of this process while a block runs, above what it held before.
+
+    Attributes:
+        own: peak of anonymous memory in bytes, looked at every 2 ms: what no file backs.
+        resident: peak of all resident memory in bytes, pages of memory-mapped files included.
+        seconds: wall clock.
+    """
+
+    def __init__(self) -> None:
+        self.own = 0
+        self.resident = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Generator["Memory", None, None]:
+        """Fills the attributes."""
+        own, resident = status("RssAnon"), status("VmRSS")
+        forget_peak()
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.002):
+                self.own = max(self.own, status("RssAnon") - own)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        start = time.perf_counter()
+        try:
+            yield self
+        finally:
+            self.seconds = time.perf_counter() - start
+            done.set()
+            watcher.join()
+            self.resident = status("VmHWM") - resident
+
+
+def forget_peak() -> None:
+    """Count the peak of resident memory (``VmHWM``) from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status(field: str) -> int:
+    """Read a field of this process, in bytes; Linux only."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Wall-clock seconds of a call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,209 @@
+"""What context parallelism saves and moves: bytes kept for the backward pass, bytes received, time.
+
+Writes docs/context_memory.md.
+
+Kept bytes are those that autograd saves in one forward pass with a loss, parameters left out and each storage counted
+once, of the rank that keeps most; tensors are fake, so that 65536 tokens need no memory. Packed documents need masks,
+which are real, so their sequences are shorter.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.distributed import heads, rows
+from lightning_automodel.loss import vocab_parallel
+from lightning_automodel.loss.install import install_loss
+from lightning_automodel.loss.row_logits import RowLogits
+from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallel.context import ContextParallel
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans.context import derive_context_layout
+from lightning_automodel.testing.pool import Nursery, Pool
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "context_memory.md"
+SIZES: dict[str, Any] = dict(
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=1024,
+    max_position_embeddings=2**20,
+    use_cache=False,
+)
+LENGTHS, MASKED = (4096, 16384, 65536), (2048, 4096)
+LAYOUTS = [(1, "gather"), (2, "gather"), (2, "all_to_all"), (4, "gather"), (4, "all_to_all")]
+MIB, GIB = 2**20, 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of sequences without masks")
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    nursery = Nursery()
+    try:
+        lines = list(report(nursery, arguments.lengths))
+    finally:
+        nursery.close()
+    if arguments.write:
+        DOCUMENT.write_text("\n".join([*lines, ""]))
+
+
+def report(nursery: Nursery, lengths: list[int]) -> Iterator[str]:
+    """The document, line by line, printed as it comes."""
+    for line in _report(nursery, lengths):
+        print(line, flush=True)
+        yield line
+
+
+def _report(nursery: Nursery, lengths: list[int]) -> Iterator[str]:
+    yield "# What context parallelism saves"
+    yield ""
+    yield (
+        f"Llama of {SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, 8 heads with 2 key/value heads, "
+        f"vocabulary {SIZES['vocab_size']}, float32, torch {torch.__version__}, CPU. MiB that one rank keeps for the "
+        "backward pass of one sequence with a loss (in brackets: times a share of 1/cp), and MiB that it receives in "
+        "both passes. Packed: four documents. Written by `python -m benchmarks.context --write`."
+    )
+    yield ""
+    pool = Pool(nursery, 1)
+    titles = ["cp=1", *(f"cp={cp} {exchange}" for cp, exchange in LAYOUTS[1:])]
+    yield f"| sequence | {' | '.join(titles)} |"
+    yield "|---" * (len(titles) + 1) + "|"
+    per_token: dict[int, float] = {}
+    for length in lengths:
+        found = [pool.run(_fake, length, cp, exchange, timeout=300)[0] for cp, exchange in LAYOUTS]
+        yield f"| {length} | {' | '.join(_cells(found))} |"
+        pairs = zip(LAYOUTS, found, strict=True)
+        per_token = {cp: kept / length for (cp, exchange), (kept, _) in pairs if exchange == "gather"}
+    for length in MASKED:
+        found = [max(Pool(nursery, cp).run(_packed, length, cp, exchange, timeout=300)) for cp, exchange in LAYOUTS]
+        yield f"| {length} packed | {' | '.join(_cells(found))} |"
+    yield ""
+    longest = ", ".join(f"{int(8 * GIB / size)} with cp={cp}" for cp, size in per_token.items())
+    yield f"Tokens of the longest sequence whose kept bytes fit in 8 GiB (as they grow at {lengths[-1]}): {longest}."
+    yield ""
+    steps = {cp: max(Pool(nursery, 2).run(_time, cp, timeout=300)) for cp in (1, 2)}
+    yield (
+        f"Seconds of a forward and backward pass of one sequence of 2048 tokens on two ranks of one machine: "
+        f"{steps[1]:.2f} where each computes all of it (dp_shard=2), {steps[2]:.2f} with cp=2."
+    )
+
+
+def _cells(found: list[tuple[int, int]]) -> Iterator[str]:
+    whole = found[0][0]
+    for (cp, _), (kept, moved) in zip(LAYOUTS, found, strict=True):
+        share = f" ({kept * cp / whole:.2f})" if cp > 1 else ""
+        yield f"{kept / MIB:.0f}{share}{f', moves {moved / MIB:.0f}' if cp > 1 else ''}"
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------
+
+
+def _fake(length: int, cp: int, exchange: str) -> tuple[int, int]:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+    mesh = build_mesh(resolve_sizes(cp, cp=cp), "cpu")
+    no_packing = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    no_check = mock.patch.object(vocab_parallel, "check_targets", return_value=None)
+    no_logits = mock.patch.object(RowLogits, "of_rows", lambda own, *_: own)
+    with FakeTensorMode(), no_packing, no_check, no_logits:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
+        install_loss(model, axis(mesh, TP), FSDP2Config())
+        if cp > 1:
+            context = ContextParallel(model, axis(mesh, "cp").get_group(), derive_context_layout(model), True, exchange)
+            context.install_outside()
+            context.install_inside()
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        return _measure(model, {"input_ids": ids, "labels": ids})
+
+
+def _packed(length: int, cp: int, exchange: str) -> tuple[int, int]:
+    """Documents of a quarter of the sequence."""
+    mesh = build_mesh(resolve_sizes(cp, cp=cp), "cpu")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+    model = parallelize(model, mesh, FSDP2Config(cp_exchange=exchange)).train()
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    positions = torch.arange(length // 4).repeat(4)[None]
+    return _measure(model, {"input_ids": ids, "labels": ids, "position_ids": positions})
+
+
+def _measure(model: nn.Module, batch: dict[str, Tensor]) -> tuple[int, int]:
+    """Bytes kept after the forward pass, and bytes received in both."""
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and not isinstance(tensor, nn.Parameter):
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with _counting() as moved:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(**batch).loss
+        loss.backward()
+    return sum(kept.values()), sum(moved)
+
+
+@contextmanager
+def _counting() -> Iterator[list[int]]:
+    """What the collectives of context parallelism receive, in bytes."""
+    moved: list[int] = []
+    stock = {name: getattr(dist, name) for name in ("all_gather", "reduce_scatter_tensor", "all_to_all_single")}
+
+    def counted(name: str, received: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is not None:
+                moved.append(received(args, kwargs["group"].size()))
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    def size(tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size()
+
+    counts = {
+        "all_gather": lambda args, ranks: size(args[1]) * (ranks - 1),
+        "reduce_scatter_tensor": lambda args, ranks: size(args[0]) * (ranks - 1),
+        "all_to_all_single": lambda args, ranks: size(args[0]) * (ranks - 1) // ranks,
+    }
+    patched = {name: counted(name, count) for name, count in counts.items()}
+    with mock.patch.multiple(rows.dist, **patched), mock.patch.multiple(heads.dist, **patched):
+        yield moved
+
+
+def _time(cp: int) -> float:
+    mesh = build_mesh(resolve_sizes(2, cp=cp), "cpu")
+    torch.manual_seed(0)
+    model = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES)).train(), mesh, FSDP2Config()).train()
+    ids = torch.randint(3, 1000, (1, 2048))
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+if __name__ == "__main__":
+    from benchmarks import context  # ranks find functions by the name of their module
+
+    context.main()

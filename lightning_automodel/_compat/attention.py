@@ -1,0 +1,73 @@
+"""Attention functions of transformers, which a module may put something around; the kernel behind torch's on CPU."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+_AROUND = "_around_attention_functions"
+_INSTALLED = "_asks_modules"
+
+
+def route_attention(module: nn.Module, around: Callable[..., Any]) -> None:
+    """From now on ``module`` calls ``around(function, module, query, key, ...)`` in the place of attention functions.
+
+    transformers hands them out by name and knows nothing of modules there, and its eager ones are functions of each
+    model's file that are in no registry: what it hands out asks the module that calls it. Others are not concerned.
+    """
+    if not hasattr(AttentionInterface.get_interface, _INSTALLED):
+        stock = AttentionInterface.get_interface
+
+        @functools.wraps(stock)
+        def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            return _asking(stock(self, *args, **kwargs))
+
+        setattr(get_interface, _INSTALLED, True)
+        AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+    module.__dict__[_AROUND] = around
+
+
+@functools.cache
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def ask(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        around = module.__dict__.get(_AROUND)
+        return function(module, *args, **kwargs) if around is None else around(function, module, *args, **kwargs)
+
+    return ask
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+# torch's public function keeps the log-sum-exp of each row to itself, which merging parts of one softmax needs.
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def has_flash(query: Tensor) -> bool:
+    """Tells whether there is a kernel that gives the log-sum-exp, for tensors like ``query``."""
+    return query.device.type == "cpu"
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """[batch, heads, queries, dim] and the log-sum-exp of the scores, [batch, heads, queries]."""
+    return _FLASH(query, key, value, 0.0, causal, scale=scale)
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; ``output`` and ``log_sum_exp`` may be those of more keys."""
+    return _FLASH_BACKWARD(grad, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale)

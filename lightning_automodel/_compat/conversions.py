@@ -1,0 +1,18 @@
+"""transformers' conversions of weights: what they take, and how they fail."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.core_model_loading import SkipParameters as ConversionFailed
+
+__all__ = ["ConversionFailed", "conversion_inputs", "forget_conversion_error"]
+
+
+def conversion_inputs(conversion: Any) -> dict[str, list[Tensor]]:
+    """Takes what was collected for a ``WeightConverter``, by the pattern of the name in the files."""
+    return conversion.materialize_tensors()
+
+
+def forget_conversion_error(info: Any, name: str) -> None:
+    """transformers notes what a conversion raised, and reports it when all is read."""
+    info.conversion_errors.pop(name, None)

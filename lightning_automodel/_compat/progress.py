@@ -1,0 +1,100 @@
+"""Private names of Lightning: the counts of a trainer's loops, and the loaders of its training."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+__all__ = ["set_sampler_epoch"]  # tells loaders the epoch as the fit loop does; not exported
+
+
+@dataclass(frozen=True)
+class EpochPosition:
+    """Where training stands.
+
+    Attributes:
+        epoch: that runs, or begins next.
+        batches: of it that are through.
+    """
+
+    epoch: int
+    batches: int
+
+
+def position_in_epoch(trainer: Trainer) -> EpochPosition:
+    """Where the loops of ``trainer`` stand, or go on if they have been restored."""
+    loop = trainer.fit_loop
+    epoch: Any = loop.epoch_progress.current
+    batch: Any = loop.epoch_loop.batch_progress.current
+    is_between_epochs = epoch.started < epoch.ready or epoch.ready == 0
+    if is_between_epochs or (loop.is_resuming and not loop.restarting):
+        return EpochPosition(epoch.processed, 0)
+    through = batch.processed if batch.ready == batch.started == batch.processed else batch.completed
+    if loop.epoch_loop.batch_progress.is_last_batch and through == batch.ready:
+        return EpochPosition(epoch.ready, 0)
+    return EpochPosition(epoch.ready - 1, through)
+
+
+def set_batches_through(trainer: Trainer, through: int, is_known: bool) -> None:
+    """Tells a trainer that is about to go on in an epoch how many batches of it are through.
+
+    Args:
+        trainer: whose loops have been restored.
+        through: batches, of the sizes of this run.
+        is_known: its loaders go on behind them, so that Lightning's warning, which knows of loaders with a state only,
+            would be wrong.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    batch: Any = loop.batch_progress.current
+    done = position_in_epoch(trainer).batches
+    for field in ("ready", "started", "processed", "completed"):
+        setattr(batch, field, getattr(batch, field) + through - done)
+    loop.batch_progress.is_last_batch = False  # the last one may have begun, and failed
+    if not is_known:
+        return
+    reset = loop.reset
+
+    def quiet_reset() -> None:
+        vars(loop).pop("reset")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            reset()
+
+    vars(loop)["reset"] = quiet_reset
+
+
+def before_first_batch(trainer: Trainer, prepare: Callable[[CombinedLoader], None]) -> None:
+    """Calls ``prepare``, once, when the training loaders and their limits are known and none has begun.
+
+    Nothing public lies there; Lightning restores the states of loaders in this place.
+    """
+    loop = trainer.fit_loop
+    restore = loop._load_combined_loader_states
+
+    def prepared() -> None:
+        vars(loop).pop("_load_combined_loader_states")
+        restore()
+        assert loop._combined_loader is not None
+        prepare(loop._combined_loader)
+
+    vars(loop)["_load_combined_loader_states"] = prepared
+
+
+def training_loader(trainer: Trainer) -> CombinedLoader | None:
+    """Returns the loaders of the training, or ``None`` before they are asked for."""
+    return trainer.fit_loop._combined_loader
+
+
+def cycles(loader: CombinedLoader | None) -> bool:
+    """Tells whether loaders that end begin anew until the longest ends."""
+    return loader is not None and loader._mode == "max_size_cycle"
+
+
+def is_stateful(loader: object) -> bool:
+    """Tells whether Lightning saves and restores the state of ``loader`` itself."""
+    return isinstance(loader, _Stateful)

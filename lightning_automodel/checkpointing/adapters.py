@@ -1,0 +1,186 @@
+"""Writes what adapters of peft have learned: as peft's own directory, or merged into the layers that they adapt.
+
+Both ask for whole tensors by the names of the adapted model, a layer at a time, so that no process holds more.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_automodel.checkpointing.description import Description
+from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
+from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, unwrapped
+
+_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Before the names in peft's files, which are those of its own wrapper around the model."""
+
+
+def with_adapters(description: Description) -> PreTrainedModel:
+    """Build a model with its adapters, without weights, on the meta device."""
+    from peft import get_peft_model
+
+    model = description.build()
+    wrapped: Any = None
+    for name in description.adapters:
+        config = config_of(description, name)
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # others begin from weights
+        with torch.device("meta"):
+            if wrapped is None:
+                wrapped = get_peft_model(model, config, name)
+            else:
+                wrapped.add_adapter(name, config)
+    layers: list[Any] = [module for module in model.modules() if is_wrapper(module)]
+    for layer in layers:
+        layer.set_adapter(list(description.active))
+    return model
+
+
+def config_of(description: Description, name: str) -> Any:
+    """Read the config of one adapter."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_peft_type(**json.loads(description.adapters[name]))
+
+
+def write_adapters(model: PreTrainedModel, description: Description, fetch: Fetch, directory: Path | None) -> None:
+    """Write what ``PeftModel.from_pretrained`` reads: the adapter "default" into ``directory``, others below it.
+
+    Args:
+        model: from :func:`with_adapters`.
+        description: of it.
+        fetch: returns the whole tensor of a name of ``model``; called for each in the same order in every process.
+        directory: ``None``: this process takes part in ``fetch`` and writes nothing.
+    """
+    from peft import get_peft_model_state_dict
+
+    for adapter in description.adapters:
+        found = {name: fetch(name) for name in _of_adapter(model, adapter)}
+        if directory is None:
+            continue
+        state = {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+        config = config_of(description, adapter)
+        state = get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
+        target = directory if adapter == "default" else directory / adapter
+        target.mkdir(parents=True, exist_ok=True)
+        save_file({_PREFIX + name: tensor.clone() for name, tensor in state.items()}, target / _FILE, {"format": "pt"})
+        config.inference_mode, config.base_model_name_or_path = True, description.source
+        config.save_pretrained(str(target))
+
+
+def _of_adapter(model: PreTrainedModel, adapter: str) -> Iterator[str]:
+    """Yield what a rank may have trained: all but the parameters of the base, of which biases may be trained too."""
+    from peft import get_peft_model_state_dict
+
+    names = {name: torch.empty(0) for name in model.state_dict()}
+    state = get_peft_model_state_dict(model, dict(names), adapter, save_embedding_layers=False)
+    kept = {id(tensor) for tensor in state.values()}
+    return (name for name, tensor in names.items() if id(tensor) in kept)
+
+
+def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
+    """Turn whole tensors of an adapted model into those of the model without adapters, these merged.
+
+    Args:
+        model: from :func:`with_adapters`.
+        fetch: as above, by names of ``model``; may return ``None`` in processes that write nothing.
+    """
+    wrappers = {name_without_wrappers(n): (n, m) for n, m in reversed(list(model.named_modules())) if is_wrapper(m)}
+    layers: dict[str, dict[str, Tensor] | None] = {}
+    _untie(model, wrappers)
+
+    def fetch_merged(name: str) -> Tensor | None:
+        owner = next((p for p in _prefixes(name) if p in wrappers), None)
+        if owner is None:
+            return fetch(name)
+        within = name.removeprefix(f"{owner}.")
+        prefix, wrapper = wrappers[owner]
+        if has_copies(wrapper):
+            return fetch(f"{prefix}.modules_to_save.{wrapper.active_adapters[0]}.{within}")
+        if owner not in layers:
+            layers.clear()  # names of one layer follow each other
+            layers[owner] = _merge(prefix, wrapper, fetch)
+        layer = layers[owner]
+        return None if layer is None else layer[within]
+
+    return fetch_merged
+
+
+def _untie(model: PreTrainedModel, adapted: Iterable[str]) -> None:
+    """What was one tensor is two where one of its places has an adapter."""
+    tied = [name for pair in model.all_tied_weights_keys.items() for name in pair]
+    if not any(prefix in adapted for name in tied for prefix in _prefixes(name)):
+        return
+    model.all_tied_weights_keys = {}
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] | None:
+    values = {name: fetch(f"{prefix}.{name}") for name, _ in wrapper.named_parameters()}
+    if any(value is None for value in values.values()):
+        return None
+    for name, parameter in list(wrapper.named_parameters()):
+        value = values[name]
+        assert value is not None
+        if value.shape != parameter.shape:
+            shapes = f"the shape {tuple(value.shape)}, and peft makes {tuple(parameter.shape)}"
+            raise ValueError(
+                f"{prefix}.{name} has {shapes} from the config in the checkpoint; was it changed after that?"
+            )
+        owner, _, short = name.rpartition(".")
+        wrapper.get_submodule(owner)._parameters[short] = nn.Parameter(value, requires_grad=False)
+    layer: Any = wrapper
+    while is_wrapper(layer):
+        layer.merge()
+        layer = layer.base_layer
+    result = {name: parameter.detach() for name, parameter in unwrapped(wrapper).named_parameters()}
+    wrapper.to("meta")
+    return result
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+
+
+def tensors_of_base(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+    """Read tensors of the directory or hub name that a base was loaded from, by names of ``model`` (no adapters).
+
+    One at a time where the files have the same names; else (experts that the model fuses) the model is read as a whole.
+
+    Raises:
+        ValueError: if there is no such directory any more.
+    """
+    files = _files_by_name(Path(source))
+    files |= {name: files[twin] for name, twin in model.all_tied_weights_keys.items() if twin in files}
+    if files and all(name in files for name in model.state_dict() if name not in model.all_tied_weights_keys):
+        twins = model.all_tied_weights_keys
+        return lambda name: _read(files[name], twins.get(name, name))
+    try:
+        whole = type(model).from_pretrained(source, dtype="auto").state_dict()
+    except OSError as error:
+        raise ValueError(f"the base {source!r} of the adapters cannot be read: {error}") from error
+    return whole.__getitem__
+
+
+def _files_by_name(directory: Path) -> dict[str, Path]:
+    if (index := directory / INDEX).is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if not (single := directory / "model.safetensors").is_file():
+        return {}
+    with safe_open(single, "pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)

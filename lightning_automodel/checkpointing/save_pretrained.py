@@ -1,0 +1,169 @@
+"""Makes ``save_pretrained`` of a model that lies on several ranks write what it writes of a whole one.
+
+All ranks call it, as they call the model: the parts go to rank 0, which writes one shard before it asks for the next.
+What a user adds to the weights (a state dict, adapters of transformers, an upload) is gathered as a whole, and written
+by transformers.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_automodel._compat import fsdp_units
+from lightning_automodel.checkpointing.hugging_face import group_names, parse_size, write_pretrained
+from lightning_automodel.distributed.meeting import meet
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.uneven_shards import Fragment, as_stored, like_parameter
+
+_ROOT = "_model_that_was_made_parallel"
+_NAME = "save_pretrained"
+_ON_ALL_RANKS = (
+    "the model lies on all ranks, so call it on every one, without `if trainer.is_global_zero` around it; rank 0 alone "
+    "writes"
+)
+_WRITING = "it is still writing"
+
+
+def install_saving(model: nn.Module) -> None:
+    """Let ``save_pretrained`` of ``model``, and of the models of transformers inside, gather what it writes."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            vars(module)[_ROOT] = model
+            module.save_pretrained = MethodType(_save_pretrained, module)  # type: ignore[method-assign]
+
+
+def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any) -> None:
+    """Write a model whose parameters lie on several ranks: all of them call, rank 0 writes, block by block.
+
+    Args:
+        model: of any strategy, or whole.
+        directory: for rank 0; ``None``: nothing is written.
+        options: of :func:`~lightning_automodel.checkpointing.hugging_face.write_pretrained`.
+
+    Raises:
+        RuntimeError: on the other ranks, if rank 0 could not write.
+    """
+    state = model.state_dict(keep_vars=True)
+    if not dist.is_initialized():
+        write_pretrained(model, lambda name: state[name].detach().cpu(), directory, **options)
+        return
+    unfetched = [name for names in group_names(model) for name in names]
+
+    def fetch(name: str) -> Tensor | None:
+        unfetched.remove(name)
+        return gather_whole(as_stored(state[name]))
+
+    def write() -> None:
+        write_pretrained(model, fetch, directory if dist.get_rank() == 0 else None, **options)
+
+    _raise_on_all(write, lambda: [fetch(name) for name in list(unfetched)])
+
+
+def _save_pretrained(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    token: str | bool | None = None,
+    save_peft_format: bool = True,
+    save_original_format: bool = True,
+    distributed_checkpoint: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Write the model to a folder, as ``PreTrainedModel.save_pretrained`` does. Collective; rank 0 writes.
+
+    Raises:
+        ValueError: for ``distributed_checkpoint=True``, or if ranks pass different things.
+        RuntimeError: if not all ranks call it, or rank 0 could not write.
+    """
+    if distributed_checkpoint:
+        raise ValueError(
+            "save_pretrained(distributed_checkpoint=True): use trainer.save_checkpoint, which writes a part per rank"
+        )
+    parse_size(max_shard_size)
+    for unit in fsdp_units(vars(model)[_ROOT]):
+        unit.reshard()  # a root that is gathered has other parameters
+    _check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
+    if state_dict is None and not push_to_hub and save_original_format and not _has_more_than_weights(model):
+        target = Path(save_directory) if is_main_process else None
+        write_sharded(model, target, max_shard_size=max_shard_size, variant=variant)
+        return
+    whole = _gather(model, model.state_dict() if state_dict is None else state_dict)
+    options = dict(
+        push_to_hub=push_to_hub,
+        max_shard_size=max_shard_size,
+        variant=variant,
+        token=token,
+        save_peft_format=save_peft_format,
+        save_original_format=save_original_format,
+        **kwargs,
+    )
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            type(model).save_pretrained(model, save_directory, is_main_process, whole, **options)
+
+    _raise_on_all(write)
+
+
+def _has_more_than_weights(model: PreTrainedModel) -> bool:
+    """Tells whether transformers writes something else than all weights and the config: adapters, code,
+    quantization.
+    """
+    flags = ("_hf_peft_config_loaded", "hf_quantizer", "_keys_to_ignore_on_save")
+    return any(getattr(model, flag, None) for flag in flags) or model.is_remote_code()
+
+
+def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Whole tensors on rank 0. Collective over those that are sharded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    whole = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor | Fragment):
+            value = gather_whole(like_parameter(parameters.get(name, value), value))
+        whole[name] = value
+    return whole
+
+
+def _check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> None:
+    """Check that all ranks are here, and will gather the same tensors.
+
+    Raises:
+        RuntimeError: if ranks do not come.
+        ValueError: if they pass different things.
+    """
+    sharded = [name for name, value in (state_dict or {}).items() if isinstance(value, DTensor | Fragment)]
+    notes = meet(_NAME, json.dumps([*map(str, arguments), state_dict is None, sharded]), _ON_ALL_RANKS)
+    if len(set(notes)) > 1:
+        raise ValueError(
+            f"{_NAME}: ranks pass different arguments, {notes[0][:200]} on rank 0 and "
+            f"{next(note for note in notes if note != notes[0])[:200]} elsewhere; pass the same on all of them, a "
+            "state_dict with the same sharded tensors included"
+        )
+
+
+def _raise_on_all(write: Callable[[], None], drain: Callable[[], Any] = lambda: None) -> None:
+    """Call ``write``; if it fails on rank 0, the others get to know. ``drain`` takes what they still send."""
+    error: Exception | None = None
+    try:
+        write()
+    except Exception as raised:
+        error = raised
+        drain()
+    notes = meet(f"the end of {_NAME}", "" if error is None else f"{type(error).__name__}: {error}", _WRITING)
+    if error is not None:
+        raise error
+    failed = {rank: note for rank, note in enumerate(notes) if note}
+    if failed:
+        raise RuntimeError(f"{_NAME} failed on another rank: {failed}")

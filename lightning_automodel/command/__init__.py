@@ -1,0 +1,1 @@
+"""What the command does beside training: mistakes in one line, and what is done with checkpoints."""

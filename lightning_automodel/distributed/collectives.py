@@ -1,0 +1,171 @@
+"""The collectives of tensor parallelism as autograd functions on local tensors.
+
+Each comes in a pair: what one does in the forward pass, its adjoint does in the backward pass (Megatron-LM's f and g,
+Shoeybi et al. 2019, section 3). "Whole" means equal on all ranks of the group; "part" means a term of a sum or a slice.
+
+    =============  ==========================  ===========================
+    function       forward                     backward
+    =============  ==========================  ===========================
+    copy_in        nothing                     all-reduce (whole -> parts)
+    reduce_out     all-reduce                  nothing (parts -> whole)
+    gather         all-gather on ``dim``       slice
+    split          slice on ``dim``            all-gather
+    gather_in      all-gather on ``dim``       reduce-scatter
+    scatter_out    reduce-scatter on ``dim``   all-gather
+    =============  ==========================  ===========================
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Shard
+
+
+def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Returns start and length of chunk ``index`` as DTensor cuts ``size``: ``ceil(size / parts)`` each, the rest
+    shorter or empty.
+    """
+    length, offset = Shard.local_shard_size_and_offset(size, parts, index)
+    return offset, length
+
+
+def copy_in(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Marks where a whole ``x`` enters work that is split over ``group``: its gradients are summed."""
+    return _CopyIn.apply(x, group) if x.requires_grad else x
+
+
+def reduce_out(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sums the partial results ``x`` over ``group``; every rank has the same gradient already."""
+    return _ReduceOut.apply(x, group)
+
+
+def gather(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+    """Joins the slices ``x`` of dimension ``dim``, which is ``size`` long as a whole."""
+    return _Gather.apply(x, dim, size, group)
+
+
+def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Cuts this rank's chunk of dimension ``dim`` out of a whole ``x``."""
+    return _Split.apply(x, dim, group)
+
+
+def gather_in(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+    """Joins the slices ``x`` where they enter work that is split over ``group``: gradients are summed and cut again."""
+    return _GatherIn.apply(x, dim, size, group)
+
+
+def scatter_out(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sums the partial results ``x`` over ``group`` and keeps this rank's slice of dimension ``dim``."""
+    return _ScatterOut.apply(x, dim, group)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Returns ``x``, whose gradient is multiplied by ``factor``."""
+    return _ScaleGradient.apply(x, factor) if x.requires_grad else x
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    start, length = shard_bounds(x.shape[dim], group.size(), group.rank())
+    return x.narrow(dim, start, length).contiguous()
+
+
+def _all_gather(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+    lengths = [shard_bounds(size, group.size(), i)[1] for i in range(group.size())]
+    padded = list(x.shape)
+    padded[dim] = lengths[0]
+    if x.shape[dim] != lengths[0]:  # only the last slices can be shorter; collectives need equal shapes
+        buffer = x.new_zeros(padded)
+        buffer.narrow(dim, 0, x.shape[dim]).copy_(x)
+        x = buffer
+    parts = [x.new_empty(padded) for _ in lengths]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    size, ranks = x.shape[dim], group.size()
+    length = shard_bounds(size, ranks, 0)[1]
+    if length * ranks != size:  # collectives need equal shapes: zeros fill what the last slices lack
+        shape = list(x.shape)
+        shape[dim] = length * ranks - size
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    parts = torch.stack(x.chunk(ranks, dim)) if dim else x.contiguous()
+    out = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+    dist.reduce_scatter_tensor(out, parts.flatten(0, 1) if dim else parts, group=group)
+    return out.narrow(dim, 0, shard_bounds(size, ranks, group.rank())[1])
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _ReduceOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _slice(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        return _slice(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grad, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class _GatherIn(_Gather):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ScatterOut(_Split):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        return _reduce_scatter(x, dim, group)

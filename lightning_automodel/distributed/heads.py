@@ -1,0 +1,73 @@
+"""Rows of all heads, or all rows of some heads: how attention over a sequence that is cut moves between the two.
+
+::
+
+    4 heads, 2 ranks        rank 0              rank 1
+    rows                    heads 0-3, rows A   heads 0-3, rows B
+    heads                   heads 0-1, A and B  heads 2-3, A and B
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_automodel.distributed.rows import Rows
+
+
+def rows_to_heads(x: Tensor, rows: Rows) -> Tensor:
+    """Exchange [batch, heads, rows, dim] for [batch, heads / ranks, seq, dim]; the gradient goes the other way."""
+    return _RowsToHeads.apply(x, rows)
+
+
+def heads_to_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Exchange [batch, heads / ranks, seq, dim] for [batch, heads, rows, dim]; the gradient goes the other way."""
+    return _HeadsToRows.apply(x, rows)
+
+
+def _to_heads(x: Tensor, rows: Rows) -> Tensor:
+    ranks = rows.group.size()
+    batch, heads, _, dim = x.shape
+    shapes: list[tuple[int, ...]] = [(batch, heads // ranks, count, dim) for count in rows.counts]
+    return rows.restore(_all_to_all(list(x.chunk(ranks, 1)), shapes, rows.group), 2)
+
+
+def _to_rows(x: Tensor, rows: Rows) -> Tensor:
+    batch, heads, _, dim = x.shape
+    ranks = rows.group.size()
+    parts = [rows.cut_for(x, 2, rank) for rank in range(ranks)]
+    return torch.cat(_all_to_all(parts, [(batch, heads, rows.count, dim)] * ranks, rows.group), 1)
+
+
+def _all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], group: ProcessGroup) -> list[Tensor]:
+    """``parts[i]`` goes to rank ``i``; what each rank has sent, of the given ``shapes``. One collective."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [math.prod(shape) for shape in shapes]
+    out = flat.new_empty(sum(sizes))
+    dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=group)
+    return [piece.view(shape) for piece, shape in zip(out.split(sizes), shapes, strict=True)]
+
+
+class _RowsToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return _to_heads(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_rows(grad, ctx.rows), None
+
+
+class _HeadsToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return _to_rows(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.rows), None

@@ -1,0 +1,105 @@
+"""Compares tensors that are to be equal on all ranks of a group, by a checksum of their bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_automodel.distributed.logs import warn_once
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Tensors by name that the ranks of ``group`` hold alike.
+
+    Attributes:
+        axis: what the ranks are called, as in "tp".
+        group: of these ranks.
+        tensors: equal on all of them, or pieces of what is.
+        pieces_over: ranks whose pieces make the whole tensors; ``None``: they are compared piece by piece.
+    """
+
+    axis: str
+    group: ProcessGroup
+    tensors: Mapping[str, Tensor]
+    pieces_over: ProcessGroup | None = None
+
+
+class Comparison:
+    """Checksums on their way: begun without a wait for the device, and looked at when they are there. Collective."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        sums = torch.stack([_checksum(tensor) for tensor in replicas.tensors.values()])
+        if replicas.pieces_over is not None:
+            dist.all_reduce(sums, group=replicas.pieces_over)
+        ranks = [torch.empty_like(sums) for _ in range(replicas.group.size())]
+        dist.all_gather(ranks, sums, group=replicas.group)
+        self._event = torch.cuda.Event() if sums.is_cuda else None
+        self._sums = torch.stack(ranks).to("cpu", non_blocking=True)  # [ranks, tensors]
+        if self._event is not None:
+            self._event.record()
+
+    def finish(self) -> None:
+        """Looks at the sums.
+
+        Raises:
+            ValueError: naming a tensor, and the ranks that hold other bits than the first one. On accelerators, where
+                sums may be added up in another order, a difference of rounding is a warning.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        different = (self._sums != self._sums[0]).any(0)
+        if not different.any():
+            return
+        names = [name for name, differs in zip(self._replicas.tensors, different.tolist(), strict=True) if differs]
+        errors = {name: self._error(self._replicas.tensors[name]) for name in names}
+        worst = max(names, key=lambda name: errors[name])
+        place = list(self._replicas.tensors).index(worst)
+        others = [i for i, row in enumerate(self._sums) if row[place] != self._sums[0][place]]
+        text = _text(self._replicas.axis, worst, others, errors[worst], len(names), len(self._replicas.tensors))
+        if errors[worst] > _bound(self._replicas.tensors[worst]):
+            raise ValueError(text)
+        warn_once(f"of the size of rounding: {text}")
+
+    def _error(self, tensor: Tensor) -> float:
+        """Returns the largest relative difference from the first rank's, now; of pieces it is not known."""
+        group = self._replicas.group
+        if self._replicas.pieces_over is not None:
+            return float("inf")
+        own = tensor.detach().double()
+        first = own.clone()
+        dist.broadcast(first, group=group, group_src=0)
+        error = (own - first).norm() / first.norm().clamp(min=1e-30)
+        dist.all_reduce(error, dist.ReduceOp.MAX, group=group)
+        return error.item()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Returns the sum of the bits of all elements: int64, the same for the same elements cut into pieces
+    differently.
+    """
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _bound(tensor: Tensor) -> float:
+    if tensor.device.type == "cpu":
+        return -1.0
+    return 1e-5 if tensor.element_size() >= 4 else 1e-2
+
+
+def _text(axis: str, name: str, others: list[int], error: float, different: int, count: int) -> str:
+    size = "" if error == float("inf") else f", by {error:.1e} of its norm"
+    return (
+        f"{name} is to be equal on all ranks of the {axis} axis, but rank {', '.join(map(str, others))} of it holds "
+        f"other values than rank 0{size} ({different} of {count} such parameters differ): the ranks have trained "
+        "different models. Go on from the last checkpoint before, with check_replicas_every_n_steps=1 in the config, "
+        "which finds the step. Causes: batches that differ between these ranks, gradients or parameters that a hook "
+        "changes on some of them, or numbers that a training_step draws beside the model and that reach the loss (draw "
+        "them from a generator that is seeded alike on these ranks)"
+    )

@@ -1,0 +1,92 @@
+"""Adapters and frozen parameters of the module that is configured from YAML: added, checked against what was asked."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.modules.wrappers import name_without_wrappers
+
+_MOST_LISTED = 5
+
+
+def add_adapter(model: Any, peft: Any) -> Any:
+    """Wrap ``model`` by adapters of peft.
+
+    Args:
+        model: whose parameters may be sharded.
+        peft: a config of peft, or its fields; ``peft_type`` is LORA unless it is among them.
+
+    Returns:
+        peft's model.
+
+    Raises:
+        ValueError: if peft is not installed, a field is not known, or a target matches nothing.
+    """
+    if find_spec("peft") is None:
+        raise ValueError("peft is not installed, which CausalLM(peft=...) needs; pip install lightning_automodel[peft]")
+    from peft import PeftConfig, get_peft_model
+
+    if isinstance(peft, Mapping):
+        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **peft}
+        peft = PeftConfig.from_peft_type(**fields)
+        if unknown := sorted(fields.keys() - vars(peft).keys()):
+            known = ", ".join(sorted(vars(peft)))
+            raise ValueError(f"peft of CausalLM: {type(peft).__name__} has no {', '.join(unknown)}; it has {known}")
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for field in ("target_modules", "modules_to_save", "target_parameters"):
+        _check_targets(field, getattr(peft, field, None), names)
+    return get_peft_model(model, peft)
+
+
+def _check_targets(field: str, targets: Any, names: Sequence[str]) -> None:
+    """peft says so only where none of them matches, and of the last two fields not at all."""
+    if targets is None or isinstance(targets, str):
+        return
+    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unmatched:
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in names if name)
+        raise ValueError(
+            f"{field} of peft: {', '.join(map(repr, sorted(unmatched)))} match nothing in the model; its modules and "
+            f"parameters end in {', '.join(sorted(ends))}"
+        )
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Freeze the parameters that match a pattern by name, or whose module does.
+
+    Args:
+        model: in place.
+        patterns: as of files: ``model.layers.[0-9].*``.
+
+    Raises:
+        ValueError: for a pattern that matches nothing.
+    """
+    parameters = {name_without_wrappers(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    for pattern in patterns:
+        found = [p for name, p in parameters.items() if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not found:
+            listed = ", ".join(list(parameters)[:_MOST_LISTED])
+            raise ValueError(f"freeze={pattern!r} matches no parameter; there are {listed}, ...")
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def report_trainable(model: nn.Module, asked: str) -> None:
+    """Log once how many of all parameters train.
+
+    Args:
+        model: whose parameters may be sharded; whole ones are counted.
+        asked: what was configured, for the error.
+
+    Raises:
+        ValueError: if none does.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trainable == 0:
+        raise ValueError(f"no parameter trains with {asked}; freeze less, or add an adapter")
+    log_once(f"{trainable:,} of {total:,} parameters train ({100 * trainable / total:.2f} %)")

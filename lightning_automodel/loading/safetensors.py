@@ -1,0 +1,134 @@
+"""Reads boxes of the tensors in safetensors files, and no more than these boxes, into memory of their own.
+
+safetensors maps the file, so that every page with a needed byte in it counts as the process's (of a matrix that is cut
+by columns: all of them) and is brought in by faults; without a map it reads whole tensors. For a whole tensor the map
+serves: what is cut later (Megatron-FSDP cuts what has its values) is then read later, and no more of it.
+"""
+
+import itertools
+import json
+import math
+import os
+from io import FileIO
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
+
+from lightning_automodel.distributed.boxes import Span
+
+_SHORT = 1 << 10
+"""Bytes that lie together, below which a read of them costs more than a read of what lies between them."""
+_BLOCK = 1 << 22
+"""Bytes of rows that are read at once where a box's parts are short."""
+
+
+class SlicedFile:
+    """``safetensors.safe_open``, but ``get_slice`` gives a :class:`FileSlice`. Closed by ``__exit__``."""
+
+    def __init__(self, filename: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        self._file = safe_open(filename, *args, **options)  # checks the header, too
+        self._bytes = open(filename, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+        size = int.from_bytes(self._bytes.read(8), "little")
+        self._header = json.loads(os.pread(self._bytes.fileno(), size, 8))
+        self._start = 8 + size
+
+    def __enter__(self) -> "SlicedFile":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bytes.close()
+        self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_slice(self, name: str) -> Any:
+        """Returns an unread tensor; safetensors' own for a dtype that torch has no name for."""
+        entry, mapped = self._header[name], self._file.get_slice(name)
+        if entry["dtype"] not in str_to_torch_dtype:
+            return mapped
+        return FileSlice(mapped, self._bytes, self._start + entry["data_offsets"][0], entry["shape"])
+
+
+class FileSlice:
+    """A tensor in a file, which is read where it is indexed.
+
+    Args:
+        mapped: safetensors' own.
+        file: open; no slice is read when it is closed.
+        start: of the tensor in the file, in bytes.
+        shape: of the tensor.
+    """
+
+    def __init__(self, mapped: Any, file: FileIO, start: int, shape: list[int]) -> None:
+        self._mapped, self._bytes, self._start, self._shape = mapped, file, start, shape
+        self._dtype = str_to_torch_dtype[mapped.get_dtype()]
+
+    def get_shape(self) -> list[int]:
+        """Returns the shape of the whole tensor."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """Returns safetensors' name of the dtype."""
+        return self._mapped.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Reads a box into memory of its own, or views the mapped file if it is all of the tensor.
+
+        Args:
+            index: ``...``, a slice with step 1, or a tuple of such, as for a tensor.
+        """
+        spans = _spans(index, self._shape)
+        sizes = [stop - start for start, stop in spans]
+        if sizes == self._shape:
+            return self._mapped[...]
+        last = max(dim for dim, size in enumerate(self._shape) if sizes[dim] < size)
+        if last > 0 and math.prod(sizes[last:]) * self._dtype.itemsize < _SHORT:
+            return self._read_by_rows(spans, sizes)
+        return self._read(spans, sizes, last)
+
+    def _read(self, spans: list[Span], sizes: list[int], last: int) -> Tensor:
+        """Reads run by run: what a box has of dimension ``last`` and those behind it lies together."""
+        result = torch.empty(math.prod(sizes) * self._dtype.itemsize, dtype=torch.uint8)
+        strides = [math.prod(self._shape[dim + 1 :]) * self._dtype.itemsize for dim in range(len(sizes))]
+        length = math.prod(sizes[last:]) * self._dtype.itemsize
+        first = self._start + sum(start * stride for (start, _), stride in zip(spans, strides, strict=True))
+        steps = (range(0, size * stride, stride) for size, stride in zip(sizes[:last], strides, strict=False))
+        target = result.numpy().data
+        for begin, offsets in zip(range(0, len(target), length or 1), itertools.product(*steps), strict=bool(length)):
+            _read_into(self._bytes.fileno(), target[begin : begin + length], first + sum(offsets))
+        return result.view(self._dtype).view(sizes)
+
+    def _read_by_rows(self, spans: list[Span], sizes: list[int]) -> Tensor:
+        result = torch.empty(sizes, dtype=self._dtype)
+        others = [(0, size) for size in self._shape[1:]]
+        box = tuple(slice(*span) for span in spans[1:])
+        (first, stop), row = spans[0], math.prod(self._shape[1:]) * self._dtype.itemsize
+        count = max(1, _BLOCK // max(1, row))
+        for begin in range(first, stop, count):
+            end = min(begin + count, stop)
+            rows = self._read([(begin, end), *others], [end - begin, *self._shape[1:]], last=0)
+            result[begin - first : end - first] = rows[(slice(None), *box)]
+        return result
+
+
+def _spans(index: Any, shape: list[int]) -> list[Span]:
+    items: tuple[slice, ...] = index if isinstance(index, tuple) else () if index is ... else (index,)
+    items += (slice(None),) * (len(shape) - len(items))
+    spans: list[Span] = []
+    for item, size in zip(items, shape, strict=True):
+        start, stop, step = item.indices(size)
+        assert step == 1, f"{index} of a tensor in a file"
+        spans.append((start, max(start, stop)))
+    return spans
+
+
+def _read_into(descriptor: int, target: memoryview, offset: int) -> None:
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if count == 0:
+            raise OSError(f"the file ends at byte {offset}, before its tensors do")
+        target, offset = target[count:], offset + count

@@ -1,0 +1,270 @@
+"""The loss of a model that is called with labels: from slices of the logits, or without them. ::
+
+    model(labels=...) --> head ------> whole logits (tp = 1) ------------+
+                           |--------> SlicedLogits (a DTensor) ----------+--> the model's own scaling, soft-capping
+                           +--------> DeferredLogits (chunked loss) ----+            |
+                                                            causal_lm_loss, by what the logits are
+
+A model that is called without labels returns whole logits, so a loss that a user computes from them is right.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from lightning_automodel.config import StageSwitches
+from lightning_automodel.distributed.logs import log, log_once
+from lightning_automodel.distributed.rows import Rows, sum_parts
+from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
+from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
+from lightning_automodel.loss.kernels import check_kernel
+from lightning_automodel.loss.sharded_logits import join_slices
+from lightning_automodel.loss.vocab_parallel import Part
+from lightning_automodel.modules.structure import class_names
+
+_CALLS = "_calls_with_labels"
+_WHOLE_LOSS = "_loss_of_whole_sequences"
+_CHUNK_OF_KERNELS = 1  # they choose their own
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    shift_labels: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    **kwargs: Any,
+) -> Tensor:
+    """Computes transformers' ``ForCausalLMLoss`` of logits that are whole, sharded on the vocabulary, or deferred.
+
+    Two things differ: labels of which none counts give 0 and not NaN, and ``label_smoothing`` is not ignored.
+
+    Args:
+        logits: [batch, seq, vocab].
+        labels: [batch, seq]; position ``t`` is judged against label ``t + 1``.
+        vocab_size: that of the logits decides.
+        num_items_in_batch: what the sum of the losses is divided by; ``None``: the labels that count.
+        ignore_index: value of labels that do not count.
+        shift_labels: [batch, seq], labels that are shifted already; ``labels`` is then not looked at.
+        label_smoothing: share of the target that is spread evenly over the vocabulary.
+        kwargs: what else the model was called with.
+
+    Returns:
+        a scalar in float32.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = next_tokens(labels, ignore_index)
+    targets = shift_labels.reshape(-1).to(logits.device)
+    if isinstance(logits, DeferredLogits):
+        total = logits.loss_sum(targets, ignore_index, label_smoothing)
+    else:
+        total = cross_entropy(
+            logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+        )
+    if num_items_in_batch is None:
+        return total / count_targets(targets, ignore_index)
+    return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def masked_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
+    """Computes transformers' ``ForMaskedLMLoss``: as :func:`causal_lm_loss`, with ``t`` judged against label ``t``."""
+    return causal_lm_loss(logits, None, **{**kwargs, "shift_labels": labels})
+
+
+_LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
+
+
+def computes_loss(model: nn.Module) -> bool:
+    """Tells whether ``model`` computes its loss by one of the functions above."""
+    function = getattr(model, "loss_function", None) if isinstance(model, PreTrainedModel) else None
+    return getattr(function, _WHOLE_LOSS, function) in _LOSSES.values()
+
+
+def sum_loss_of_rows(
+    function: Callable[..., Tensor], find_rows: Callable[[], Rows | None], scale: float
+) -> Callable[..., Tensor]:
+    """Let ``function``, one of the losses above, take the logits of a rank's rows, with labels of the whole sequence.
+
+    Every rank differentiates its own part of the loss, and the parts are summed for the value.
+
+    Args:
+        function: the loss of a whole sequence.
+        find_rows: called with every loss: the rows that the logits are of; ``None``: they are whole.
+        scale: of the gradients.
+    """
+    name = "shift_labels" if function is causal_lm_loss else "labels"
+
+    def loss_of_rows(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        rows = find_rows()
+        arguments = {"vocab_size": vocab_size, "ignore_index": ignore_index, **kwargs}
+        if rows is None:
+            arguments |= {"labels": labels, "shift_labels": shift_labels}
+            return function(logits, num_items_in_batch=num_items_in_batch, **arguments)
+        targets = labels if name == "labels" else shift_labels
+        if targets is None:
+            assert labels is not None
+            targets = next_tokens(labels, ignore_index)
+        count = count_targets(targets, ignore_index) if num_items_in_batch is None else num_items_in_batch
+        arguments |= {"labels": None, name: rows.cut(targets, 1)}
+        return sum_parts(function(logits, num_items_in_batch=count, **arguments), rows.group, scale)
+
+    setattr(loss_of_rows, _WHOLE_LOSS, function)
+    return loss_of_rows
+
+
+def defers_logits(config: StageSwitches) -> bool:
+    """Tells whether a loss is computed from the weight of the head, after the head's forward pass and without its
+    logits.
+    """
+    return config.chunked_loss is not None or config.loss_kernel != "torch"
+
+
+def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -> None:
+    """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
+
+    For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models, or
+    the one without a shift. Others (losses of their own, a ``loss_function`` that the user set) stay as they are, with
+    whole logits.
+
+    Raises:
+        ValueError: if the config asks for a loss without logits, and ``model`` cannot have one.
+    """
+    check_kernel(config.loss_kernel, tp_mesh.size(), tp_mesh.device_type)
+    deferred = defers_logits(config)
+    found = False
+    for owner in model.modules():
+        if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:
+            continue
+        owner.loss_function = loss
+        head = _head_of(owner)
+        part = _part_of(head, tp_mesh) if isinstance(head, nn.Linear) else None
+        if part is not None and (deferred or part.group is not None):
+            _install_head(owner, head, part, tp_mesh, config if deferred else None)
+            found = True
+            how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from slices"
+            log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {part.size} classes")
+    if deferred and not found:
+        raise ValueError(
+            f"{type(model).__name__} does not compute transformers' causal loss from one linear head that is whole or "
+            "cut on the vocabulary, which a loss without logits needs; use chunked_loss=None and loss_kernel='torch'"
+        )
+
+
+def _loss_for(model: PreTrainedModel) -> Callable[..., Tensor] | None:
+    """Chooses what computes the loss of ``model`` in the place of transformers' function, if it calls one of those."""
+    forward = inspect.unwrap(type(model).forward)
+    if "loss_function" not in forward.__code__.co_names:
+        return None
+    found = _LOSSES.get(model.loss_function)
+    name = getattr(model.loss_function, "__name__", "its loss")
+    log_once(f"{class_names(model)[0]}: its code calls {name}, which is {'replaced' if found else 'left as it is'}")
+    return found
+
+
+def _head_of(model: PreTrainedModel) -> Any:
+    """Finds what gives the logits: of the model, or of one inside of it that it calls."""
+    inner = (m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel))  # itself first
+    return next((head for head in inner if head is not None), None)
+
+
+def _part_of(head: nn.Linear, tp_mesh: DeviceMesh) -> Part | None:
+    """Finds the rank's shard of the vocabulary; ``None`` if the head is split in another way."""
+    (placement,) = head.weight.placements if isinstance(head.weight, DTensor) else (Replicate(),)
+    if placement not in (Shard(0), Replicate()):
+        return None
+    return Part.of(head.weight.shape[0], None if placement.is_replicate() else tp_mesh.get_group())
+
+
+def _install_head(
+    owner: PreTrainedModel, head: nn.Linear, part: Part, tp_mesh: DeviceMesh, config: StageSwitches | None
+) -> None:
+    owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
+    owner.register_forward_hook(_leave_model, always_call=True)
+    name = type(owner).__name__
+    forward = _deferred_forward(part, config, name) if config else _split_forward(part, tp_mesh)
+    head.forward = MethodType(forward, head)  # type: ignore[method-assign]
+
+
+def _enter_model(model: PreTrainedModel) -> Callable:
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    position = names.index("labels") if "labels" in names else len(names)
+
+    def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+        labels = args[position] if len(args) > position else kwargs.get("labels")
+        has_labels = labels is not None and computes_loss(model)
+        head = _head_of(model)
+        _calls(head).append(has_labels or _has_labels(head))
+
+    return hook
+
+
+def _calls(head: nn.Module) -> list[bool]:
+    """Lists the running calls of models whose head this is, outer ones first, and whether they have labels.
+
+    A model may call another one inside of it without labels, and compute the loss from its logits. Kept on the head and
+    not in a closure, because a copy of the model must ask its own head.
+    """
+    return head.__dict__.setdefault(_CALLS, [])
+
+
+def _has_labels(head: nn.Module) -> bool:
+    return _calls(head)[-1:] == [True]
+
+
+def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
+    """Logits that were not computed are ``None`` in what the outermost model returns."""
+    calls = _calls(_head_of(model))
+    if calls:
+        calls.pop()
+    if calls:
+        return output
+    if isinstance(output, tuple):
+        return tuple(None if isinstance(x, DeferredLogits) else x for x in output)
+    if isinstance(getattr(output, "logits", None), DeferredLogits):
+        output.logits = None
+    return output
+
+
+def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        logits = type(self).forward(self, input)  # [..., vocab / tp]
+        return join_slices(logits, tp_mesh, part.size) if _has_labels(self) else logits
+
+    return forward
+
+
+def _deferred_forward(part: Part, config: StageSwitches, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        if not _has_labels(self):
+            return type(self).forward(self, input)
+        recipe = LinearRecipe(
+            hidden=input,
+            weight=self.weight,
+            bias=self.bias,
+            part=part,
+            chunk_size=config.chunked_loss or _CHUNK_OF_KERNELS,
+            kernel=config.loss_kernel,
+            owner=owner,
+        )
+        return DeferredLogits.from_recipe(recipe)
+
+    return forward

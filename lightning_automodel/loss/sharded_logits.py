@@ -1,0 +1,170 @@
+"""Logits that are cut on the vocabulary, as a tensor that gives the numbers of whole ones in every function of torch.
+
+What a function gets, and where it is decided::
+
+    loss, log_softmax, argmax, topk ...   the slices, and a few numbers per token from other ranks   sliced_functions.py
+    scaling, casts, views, indexing       the slices alone; the result is cut, too                   sliced_functions.py
+    changes in place, addresses           an error
+    all others                            whole logits, gathered; the result is plain and equal on all ranks
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_automodel.distributed.collectives import gather
+from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.loss.sliced_functions import FUNCTIONS
+from lightning_automodel.loss.slices import Slices
+
+_WAYS_OUT = (
+    "use lightning_automodel.loss.gather_logits(logits) for whole ones, or the functions beside it, which take slices"
+)
+_DESCRIPTIONS = {
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "data",
+        "size",
+        "dim",
+    ),
+    *("ndimension", "numel", "nelement", "stride", "element_size", "itemsize", "nbytes", "is_floating_point"),
+    *("is_complex", "is_signed", "is_contiguous", "get_device", "requires_grad_", "retain_grad", "retains_grad"),
+    *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_inference", "is_conj", "is_neg"),
+    *("is_sparse_csr", "is_mkldnn", "is_mps", "is_xpu", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
+    *("_version", "output_nr", "names", "name", "has_names", "dim_order", "__hash__", "__repr__", "__dir__"),
+    *("_grad", "_grad_fn", "_base", "_is_view", "_backward_hooks", "register_hook", "_post_accumulate_grad_hooks"),
+}
+"""What says something about the tensor as a whole, and looks at no element."""
+_ADDRESSES = {
+    *(
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+        "_typed_storage",
+        "storage_offset",
+        "storage_type",
+        "set_",
+        "share_memory_",
+    ),
+    *("is_shared", "is_pinned", "pin_memory", "__cuda_array_interface__", "__dlpack__", "__dlpack_device__", "_cdata"),
+    *("is_set_to", "_is_zerotensor", "record_stream", "resize", "resize_as", "module_load", "map_", "map2_", "apply_"),
+    *("const_data_ptr", "slice_inverse"),
+}
+"""What looks at the memory of the elements."""
+_IN_PLACE = {
+    f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod")
+} | {f"__{name}__" for name in ("idiv", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")}
+
+
+class SlicedLogitsError(RuntimeError):
+    """Something that slices of logits cannot do. No TypeError: Python answers a comparison that raises one by False."""
+
+
+class SlicedLogits(DTensor):
+    """A DTensor that is cut on its vocabulary, which functions of torch take beside plain tensors."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in _DESCRIPTIONS or name in ("grad.__set__", "grad.__delete__", "requires_grad.__set__"):
+            return _sliced(super().__torch_function__(func, types, args, kwargs))
+        if name in _ADDRESSES or (_changes_in_place(func, name, args, kwargs)):
+            raise SlicedLogitsError(f"{name} was called with logits that are cut on the vocabulary; {_WAYS_OUT}")
+        if name in FUNCTIONS:
+            result = FUNCTIONS[name](func, *tree_map_only(SlicedLogits, _slices, (args, kwargs)))
+            if result is not NotImplemented:
+                return tree_map_only(Slices, _join, result)
+        if name in ("grad", "backward") and func in (torch.autograd.grad, torch.autograd.backward):
+            return tree_map_only(DTensor, _sliced, super().__torch_function__(func, types, args, kwargs))
+        log_once(f"{name} of logits that are cut on the vocabulary gathers whole ones on every rank; {_WAYS_OUT}")
+        args, kwargs = tree_map_only(DTensor, _whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Returns the whole logits, equal on all ranks; differentiable."""
+        return _whole(self)
+
+
+def join_slices(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> SlicedLogits:
+    """Joins the slices [..., vocab / tp] that the ranks of ``mesh`` (one axis) hold of ``size`` logits, as one tensor.
+
+    Args:
+        local: [..., vocab / tp], or with the vocabulary at ``dim``.
+        mesh: whose ranks hold the slices.
+        size: of the vocabulary.
+        dim: where ``local`` is cut.
+    """
+    dim %= local.ndim
+    shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    joined = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return _sliced(joined)
+
+
+def _name(func: Callable) -> str:
+    """Of a function, a method or a property; what sets or deletes a property has a suffix."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
+        return attribute if name == "__get__" else f"{attribute}.{name}"
+    return name
+
+
+def _changes_in_place(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Tells whether a call would write into sliced logits."""
+    if any(isinstance(x, SlicedLogits) for x in tree_leaves(kwargs.get("out"))):
+        return True
+    first = args[0] if args else kwargs.get("input")
+    if not any(isinstance(x, SlicedLogits) for x in tree_leaves(first)):
+        return False
+    ends = (name.endswith("_") and not name.endswith("__")) or name.endswith((".__set__", ".__delete__"))
+    return ends or name in _IN_PLACE or bool(_argument(func, "inplace", args, kwargs))
+
+
+def _argument(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a function that is written in Python gets for its parameter ``name``."""
+    code = getattr(func, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    at = names.index(name) if name in names else len(args)
+    return kwargs.get(name, args[at] if at < len(args) else None)
+
+
+def _slices(logits: SlicedLogits) -> Slices:
+    (placement,) = logits.placements
+    assert isinstance(placement, Shard)
+    size, mesh = tuple(logits._spec.shape)[placement.dim], logits.device_mesh
+    return Slices(logits.to_local(), placement.dim, size, mesh)
+
+
+def _join(slices: Slices) -> SlicedLogits:
+    return join_slices(slices.local, slices.mesh, slices.size, slices.dim)
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    if not isinstance(tensor, SlicedLogits):
+        return tensor.full_tensor()
+    slices = _slices(tensor)
+    return gather(slices.local, slices.dim, slices.size, slices.mesh.get_group())
+
+
+def _sliced(tensor: Any) -> Any:
+    """Returns the same data and graph: DTensors are made by torch's own functions only."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = SlicedLogits
+    return tensor

@@ -1,0 +1,82 @@
+"""A rank's slice of logits, and what the ranks find out together about all of them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_automodel.distributed.collectives import gather, reduce_out, shard_bounds
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A rank's slice of logits.
+
+    Attributes:
+        local: the slice.
+        dim: its dimension that is cut.
+        size: of that dimension as a whole.
+        mesh: of one axis, whose ranks hold the slices.
+    """
+
+    local: Tensor
+    dim: int
+    size: int
+    mesh: DeviceMesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return (*self.local.shape[: self.dim], self.size, *self.local.shape[self.dim + 1 :])
+
+    @property
+    def start(self) -> int:
+        """First id of the slice."""
+        return shard_bounds(self.size, self.mesh.size(), self.mesh.get_local_rank())[0]
+
+    @property
+    def narrowest(self) -> int:
+        """Width of the narrowest slice."""
+        return shard_bounds(self.size, self.mesh.size(), self.mesh.size() - 1)[1]
+
+    def is_at(self, dim: Any) -> bool:
+        """Tells whether ``dim`` is the one that is cut."""
+        return isinstance(dim, int) and dim % self.local.ndim == self.dim
+
+    def last(self) -> Tensor:
+        """Returns the slice with the vocabulary last: [..., vocab / tp]."""
+        return self.local.movedim(self.dim, -1)
+
+    def with_last(self, local: Tensor) -> "Slices":
+        """Slices in the same places."""
+        return replace(self, local=local.movedim(-1, self.dim))
+
+    def collect(self, values: Tensor) -> Tensor:
+        """[..., n] of each rank to [..., n * tp], in the order of the ranks."""
+        return gather(values, -1, values.shape[-1] * self.mesh.size(), self.mesh.get_group())
+
+    def pick(self, ids: Tensor) -> Tensor:
+        """Returns the logits of ``ids`` [..., n], which lead as the logits do; differentiable, plain."""
+        local, columns = self.last(), ids - self.start
+        held = (columns >= 0) & (columns < local.shape[-1])
+        if local.shape[-1]:
+            values = torch.where(held, local.gather(-1, torch.where(held, columns, 0)), 0)
+        else:
+            values = local.new_zeros(ids.shape) + local.sum(-1, keepdim=True)
+        return reduce_out(values, self.mesh.get_group())
+
+    def log_sum(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the largest of ``values`` [..., vocab / tp] over all ranks, and the logarithm of the sum of exp of
+        the rest;
+        both [..., 1].
+        """
+        group = self.mesh.get_group()
+        largest = values.new_full((*values.shape[:-1], 1), -torch.inf)
+        if values.shape[-1]:
+            largest = values.detach().amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        largest = torch.where(largest.isinf(), 0, largest)
+        return largest, reduce_out((values - largest).exp().sum(-1, keepdim=True), group).log()

@@ -1,0 +1,280 @@
+"""Numbers over a vocabulary of which each rank holds a slice: token losses and entropy, as autograd functions.
+
+Everything is computed in float32 (float64 for float64 logits), row block by row block, so that no second array of the
+size of the logits exists in the forward pass. One all-reduce finds the maximum of each row, one sums the rest.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_automodel._compat import assert_async
+from lightning_automodel.distributed.collectives import shard_bounds
+
+_BLOCK = 1 << 22
+"""Elements that are widened at a time: 16 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The slice of the vocabulary that this rank holds.
+
+    Attributes:
+        size: of the whole vocabulary.
+        start: first id of the slice.
+        group: the ranks that hold the vocabulary together; ``None``: this rank holds all of it.
+    """
+
+    size: int
+    start: int = 0
+    group: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, size: int, group: ProcessGroup | None) -> "Part":
+        """Computes this rank's part, cut as DTensor cuts."""
+        return cls(size, shard_bounds(size, group.size(), group.rank())[0], group) if group else cls(size)
+
+    def limited(self, size: int) -> "Part":
+        """Limits the slice to a vocabulary of which only the first ``size`` ids count."""
+        return replace(self, size=size)
+
+    def reduce(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Combines ``value`` over the group, in place."""
+        if self.group is not None:
+            dist.all_reduce(value, operation, group=self.group)
+        return value
+
+    def maximum(self, logits: Tensor) -> Tensor:
+        """Finds the largest logit of each row, [tokens], widened."""
+        if logits.shape[-1]:
+            values = logits.amax(-1).to(wide(logits))
+        else:
+            values = logits.new_full(logits.shape[:1], -torch.inf, dtype=wide(logits))
+        return self.reduce(values, dist.ReduceOp.MAX)
+
+    def find(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Columns of ``targets`` [tokens] in the slice of ``width`` columns, 0 for others, and which ones it holds."""
+        local = targets - self.start
+        held = (local >= 0) & (local < width)
+        return torch.where(held, local, 0), held
+
+    def pick(self, logits: Tensor, targets: Tensor, offset: Tensor) -> Tensor:
+        """Reads ``logits[i, targets[i]] - offset[i]``, [tokens], widened; 0 where another rank holds the target."""
+        if not logits.shape[-1]:
+            return torch.zeros_like(offset)
+        local, held = self.find(targets, logits.shape[-1])
+        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - offset
+        return picked.masked_fill_(~held, 0)
+
+    def subtract(self, values: Tensor, targets: Tensor, amounts: Tensor) -> None:
+        """Subtracts ``amounts[i]`` from ``values[i, targets[i]]`` in place, where this rank holds the target."""
+        if values.shape[-1]:
+            local, held = self.find(targets, values.shape[-1])
+            values.scatter_add_(-1, local.unsqueeze(-1), -(amounts * held).unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class SmoothedLoss:
+    """Cross entropy of rows of logits, in the steps between which ranks and blocks of rows are combined.
+
+    Attributes:
+        part: which slice of the vocabulary the logits are.
+        smoothing: share of the target that is spread evenly over the vocabulary.
+    """
+
+    part: Part
+    smoothing: float
+
+    def start(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts sums of logits minus the largest of their row: of exp, of the target, of all."""
+        maximum = self.part.maximum(logits)
+        sums = maximum.new_zeros((3 if self.smoothing else 2, logits.shape[0]))
+        sums[1] = self.part.pick(logits, targets, maximum)
+        return maximum, sums
+
+    def exponentiate(self, shifted: Tensor, sums: Tensor) -> None:
+        """Replaces logits minus their maximum by their exponentials, and writes their ``sums``."""
+        if self.smoothing:
+            sums[2] = shifted.sum(-1)
+        sums[0] = shifted.exp_().sum(-1)
+
+    def losses(self, sums: Tensor) -> Tensor:
+        """Computes losses [rows] from sums over the whole vocabulary."""
+        losses = sums[0].log() - (1 - self.smoothing) * sums[1]
+        return losses - self.smoothing / self.part.size * sums[2] if self.smoothing else losses
+
+    def differentiate(self, exponentials: Tensor, targets: Tensor, sums: Tensor, weights: Tensor) -> None:
+        """Replaces exponentials by the gradient of ``sum(weights * losses)``; ``sums`` are those of exp, [rows]."""
+        exponentials *= (weights / sums)[:, None]
+        if self.smoothing:
+            exponentials -= (weights * self.smoothing / self.part.size)[:, None]
+        self.part.subtract(exponentials, targets, (1 - self.smoothing) * weights)
+
+
+class Ungathered(Tensor):
+    """Logits that are computed in parts, and become whole where they are needed."""
+
+    def whole(self) -> Tensor:
+        """Gather the parts: [batch, seq, vocab], perhaps cut on the vocabulary."""
+        raise NotImplementedError
+
+
+def vocabulary_slice(logits: Tensor) -> tuple[Tensor, Part]:
+    """Returns this rank's shard of ``logits`` [..., vocab], and where it lies; differentiable.
+
+    Raises:
+        ValueError: for a DTensor that is a partial sum, or that two axes cut on the vocabulary.
+    """
+    if isinstance(logits, Ungathered):
+        logits = logits.whole()
+    size = logits.shape[-1]
+    if not isinstance(logits, DTensor):
+        return logits, Part(size)
+    last = Shard(logits.ndim - 1)
+    axes = [axis for axis, placement in enumerate(logits.placements) if placement == last]
+    if len(axes) > 1 or any(placement.is_partial() for placement in logits.placements):
+        raise ValueError(
+            f"logits with the placements {logits.placements} are not slices of the vocabulary over one axis; "
+            "redistribute them first: logits.redistribute(placements=[...])"
+        )
+    return logits.to_local(), Part.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
+
+
+def token_losses(
+    logits: Tensor, targets: Tensor, part: Part, ignore_index: int | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross entropy of each token.
+
+    Args:
+        logits: [tokens, vocab / tp], any floating-point dtype.
+        targets: [tokens], ids of the whole vocabulary.
+        part: which slice ``logits`` is.
+        ignore_index: targets of this value have loss 0 and gradient 0.
+        label_smoothing: share of the target that is spread evenly over the vocabulary.
+
+    Returns:
+        [tokens], float32.
+
+    Raises:
+        ValueError: for targets outside of the vocabulary (on CUDA an assertion on the device), or a share that is none.
+    """
+    check_targets(targets, part.size, ignore_index)
+    check_smoothing(label_smoothing)
+    return _TokenLosses.apply(logits, targets, part, ignore_index, label_smoothing)
+
+
+def token_entropies(logits: Tensor, part: Part) -> Tensor:
+    """Computes the entropy of each token's distribution, in nats: [tokens], from ``logits`` [tokens, vocab / tp]."""
+    return _TokenEntropies.apply(logits, part)
+
+
+def largest(logits: Tensor, part: Part) -> Tensor:
+    """Finds the id of the largest logit of each row, [tokens]; the smallest id among equals."""
+    maximum = part.maximum(logits)
+    ids = torch.full_like(maximum, part.size, dtype=torch.int64)
+    if logits.shape[-1]:
+        values, columns = logits.max(-1)
+        ids = torch.where(values == maximum, columns + part.start, ids)
+    return part.reduce(ids, dist.ReduceOp.MIN)
+
+
+def check_targets(targets: Tensor, size: int, ignore_index: int | None) -> None:
+    """Refuses targets that no rank holds. Without a host synchronization on CUDA."""
+    valid = (targets >= 0) & (targets < size)
+    if ignore_index is not None:
+        valid |= targets == ignore_index
+    if targets.device.type != "cpu":
+        assert_async(valid.all(), f"a label is outside of the vocabulary of {size}")
+    elif not valid.all():
+        bad = targets[~valid][0].item()
+        raise ValueError(
+            f"the label {bad} is outside of the vocabulary of {size}; labels are token ids, or {ignore_index} for "
+            "tokens that do not count"
+        )
+
+
+def check_smoothing(label_smoothing: float) -> None:
+    """Refuses a share that is none."""
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing} is a share of the target; use a number from 0 to 1")
+
+
+def ignored(targets: Tensor, ignore_index: int | None) -> Tensor:
+    """Tells which of ``targets`` do not count."""
+    return torch.zeros_like(targets, dtype=torch.bool) if ignore_index is None else targets == ignore_index
+
+
+def wide(logits: Tensor) -> torch.dtype:
+    """Chooses the dtype to compute in."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK // max(1, logits.shape[-1]))
+    return (slice(i, i + rows) for i in range(0, logits.shape[0], rows))
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, part: Part, ignore_index: int | None, smoothing: float
+    ) -> Tensor:
+        loss = SmoothedLoss(part, smoothing)
+        maximum, sums = loss.start(logits, targets)
+        for rows in _blocks(logits):
+            loss.exponentiate(logits[rows] - maximum[rows, None], sums[:, rows])
+        part.reduce(sums)
+        # Not the log-partition alone, maximum + log(sum): beside large logits it would lose its last digits.
+        ctx.save_for_backward(logits, targets, maximum, sums[0].clone())
+        ctx.loss, ctx.ignore_index = loss, ignore_index
+        return loss.losses(sums).masked_fill_(ignored(targets, ignore_index), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, targets, maximum, sums = ctx.saved_tensors
+        grad = grad.masked_fill(ignored(targets, ctx.ignore_index), 0)
+        result = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            values = (logits[rows] - maximum[rows, None]).exp_()
+            ctx.loss.differentiate(values, targets[rows], sums[rows], grad[rows])
+            result[rows] = values
+        return result, None, None, None, None
+
+
+class _TokenEntropies(torch.autograd.Function):
+    """``H = log(sum exp x) - sum p x``, and ``dH / dx = -p (log p + H)``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, part: Part) -> Tensor:
+        maximum = part.maximum(logits)
+        sums = maximum.new_zeros((2, logits.shape[0]))
+        for rows in _blocks(logits):
+            shifted = _finite(logits[rows] - maximum[rows, None])
+            powers = shifted.exp()
+            sums[0, rows] = powers.sum(-1)
+            sums[1, rows] = powers.mul_(shifted).sum(-1)
+        part.reduce(sums)
+        log_sum = sums[0].log()
+        entropies = log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(logits, maximum, log_sum, entropies)
+        return entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, maximum, log_sum, entropies = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            log_p = _finite((logits[rows] - maximum[rows, None]).sub_(log_sum[rows, None]))
+            result[rows] = log_p.exp().mul_(log_p.add_(entropies[rows, None])).mul_(-grad[rows, None])
+        return result, None
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Replaces -inf, whose probability is 0, since 0 x -inf would be NaN."""
+    return values.clamp_(min=torch.finfo(values.dtype).min / 2)

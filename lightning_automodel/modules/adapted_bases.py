@@ -1,0 +1,47 @@
+"""Which frozen parameters below adapters are as in the files that were read: a checkpoint need not hold them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
+
+_FROM_FILES = "_names_that_lie_in_files"
+_LEAVES_BASE = (True, False, "gaussian", "eva")
+"""Initializations of adapters that do not change what they adapt."""
+
+
+def note_files(model: nn.Module, names: Iterable[str]) -> None:
+    """Remember which parameters of ``model`` were read from files, with the names of those that are tied to them."""
+    named, read = list(model.named_parameters(remove_duplicate=False)), set(names)
+    tensors = {id(parameter) for name, parameter in named if name in read}
+    vars(model)[_FROM_FILES] = frozenset(name for name, parameter in named if id(parameter) in tensors)
+
+
+def forget_files(model: nn.Module, changed: Iterable[str]) -> None:
+    """Forget parameters that are not as in the files any more, by their present names."""
+    names = {name_without_wrappers(name) for name in changed}
+    vars(model)[_FROM_FILES] = vars(model).get(_FROM_FILES, frozenset()) - names
+
+
+def names_left_out(module: Any) -> set[str]:
+    """Name the parameters of a LightningModule that its checkpoints leave out; none if it says ``saves_base``."""
+    return set() if getattr(module, "saves_base", False) else set(_bases(module))
+
+
+def _bases(module: nn.Module) -> Iterator[str]:
+    for prefix, model in module.named_modules():
+        names = vars(model).get(_FROM_FILES, frozenset())
+        if not names or not _is_unchanged(model):
+            continue
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            is_copy = ".modules_to_save." in name
+            if not parameter.requires_grad and not is_copy and name_without_wrappers(name) in names:
+                yield f"{prefix}.{name}" if prefix else name
+
+
+def _is_unchanged(model: nn.Module) -> bool:
+    configs = getattr(model, "peft_config", None) or {}
+    adapted = any(is_wrapper(child) for child in model.modules())
+    return adapted and all(getattr(c, "init_lora_weights", True) in _LEAVES_BASE for c in configs.values())

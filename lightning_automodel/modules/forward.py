@@ -1,0 +1,63 @@
+"""Code around the forward of a single module, inside of its hooks: names and hooks stay, copies of the module work.
+
+::
+
+    hooks (FSDP2 gathers, local tensors come in) --> around(...) --> the module's own forward --> hooks
+"""
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+Around = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
+"""``(module, forward, args, kwargs)`` to what the module returns."""
+
+Context = Callable[[], AbstractContextManager]
+Snapshot = Callable[[nn.Module], Context]
+
+_INNER = "_forwards_inside_of_wrappers"
+_SNAPSHOTS = "_what_a_recomputation_finds"
+
+
+def wrap_forward(module: nn.Module, around: Around) -> None:
+    """Makes ``module.forward(...)`` call ``around(module, forward until now, args, kwargs)``.
+
+    What ``around`` holds in a closure is shared with copies of the module; the module itself it is given.
+    """
+    inner = module.__dict__.setdefault(_INNER, [])
+    depth = len(inner)
+    inner.append(module.__dict__.get("forward"))
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        previous = self.__dict__[_INNER][depth]
+        call = functools.partial(type(self).forward, self) if previous is None else previous
+        return around(self, call, args, kwargs)
+
+    module.forward = MethodType(forward, module)
+
+
+def keep_for_recomputation(block: nn.Module, snapshot: Snapshot) -> None:
+    """Runs recomputations of ``block`` in the backward pass inside of the forward pass's ``snapshot(block)``.
+
+    For what hooks put in place during the forward pass: a recomputation runs without them.
+    """
+    block.__dict__.setdefault(_SNAPSHOTS, []).append(snapshot)
+
+
+def recomputation_context(block: nn.Module) -> Context:
+    """Makes, during the forward pass, the context that restores what ``block`` runs in now."""
+    contexts = [snapshot(block) for snapshot in block.__dict__.get(_SNAPSHOTS, ())]
+
+    @contextmanager
+    def restored() -> Generator[None, None, None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            yield
+
+    return restored

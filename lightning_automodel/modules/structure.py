@@ -1,0 +1,176 @@
+"""Finds the structure of a model: its repeated blocks and the modules above them, without a list of classes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lightning_automodel.modules.wrappers import unwrapped
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+LARGE = 2**25
+"""Elements from which on a matrix outside of blocks is worth a gather of its own: 64 MiB in bfloat16."""
+KEY_VALUE_PROJECTIONS = ("k_proj", "v_proj")
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Finds the outermost repeated blocks by their qualified names, in the order of registration.
+
+    In transformers a block is a ``GradientCheckpointingLayer`` (280 of 284 language models). A module without any, of
+    one's own or of another library, has for blocks the members of its module lists that repeat a class.
+    """
+    blocks = dict(_outermost(model, lambda module, _: isinstance(module, GradientCheckpointingLayer)))
+    return blocks or dict(_outermost(model, lambda _, parent: isinstance(parent, nn.ModuleList) and _repeats(parent)))
+
+
+def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Finds the blocks that FSDP2 can gather each on its own; the others belong to the unit of the whole model.
+
+    Left out are blocks
+
+    * that share parameters with other modules (zamba's repeated attention): one unit would gather what others use;
+    * that a batch may skip (mllama's cross attention, without images): ranks would gather different blocks;
+    * that run outside of their forward pass (reformer's reversible ones), where nothing gathers for them.
+    """
+    blocks = find_blocks(model)
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(outermost(list(blocks), name) or "")
+    sharing = {name for names in owners.values() if len(names) > 1 for name in names}
+    skippable = find_towers(model) and {name for name, block in blocks.items() if _only_attends_to_images(block)}
+    return {
+        name: block
+        for name, block in blocks.items()
+        if name not in sharing and name not in skippable and not hasattr(block, "backward_pass")
+    }
+
+
+def find_input_embedding(model: PreTrainedModel) -> nn.Module | None:
+    """Finds what turns tokens into vectors; ``None`` for models that do not say (of formulas in images, for
+    example).
+    """
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Finds the embedding and the head of a language model with a large vocabulary, each by its name; or nothing.
+
+    Only where they are two matrices: then no other module reads their weights.
+    """
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if not isinstance(model, PreTrainedModel) or not isinstance(head, nn.Linear):
+        return {}, {}
+    readers = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    names = {id(module): name for name, module in model.named_modules()}
+    found: list[dict[str, nn.Module]] = [
+        {names[id(end)]: end}
+        for end in (find_input_embedding(model), head)
+        if isinstance(end, nn.Embedding | nn.Linear)
+        and id(end) in names
+        and end.weight.numel() >= LARGE
+        and readers[id(end.weight)] == 1
+    ]
+    return (found[0], found[1]) if len(found) == 2 else ({}, {})
+
+
+def _only_attends_to_images(block: nn.Module) -> bool:
+    children = {name for name, _ in block.named_children()}
+    return "cross_attn" in children and "self_attn" not in children
+
+
+def _repeats(members: nn.ModuleList) -> bool:
+    """Tells whether these are layers, and not the different steps of one."""
+    kinds = [type(member) for member in members if next(member.parameters(), None) is not None]
+    return len(kinds) == 1 or len(set(kinds)) < len(kinds)
+
+
+def find_towers(model: nn.Module) -> dict[str, nn.Module]:
+    """Finds the encoders of a composite model (vision, audio) by their names.
+
+    They are models inside of the model with a config of their own that is not the language model's.
+    """
+    shared = {id(getattr(model, "config", None)), id(text_config(model))}
+
+    def accept(module: nn.Module, _: nn.Module | None) -> bool:
+        return isinstance(module, PreTrainedModel) and id(module.config) not in shared
+
+    return dict(_outermost(model, accept))
+
+
+def tower_modalities(tower: nn.Module) -> set[str]:
+    """Reads from its class what a tower reads: "vision", "audio" or both."""
+    read = getattr(tower, "input_modalities", ())
+    read = {read} if isinstance(read, str) else set(read)
+    main = getattr(tower, "main_input_name", "")
+    vision = bool(read & {"image", "video"}) or main.startswith("pixel")
+    audio = "audio" in read or main in ("input_features", "input_values")
+    return {name for name, found in (("vision", vision), ("audio", audio)) if found}
+
+
+def last_blocks(model: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
+    """Finds the blocks that end a module list: what runs last in the forward pass and first in the backward."""
+    by_list: dict[str, str] = {}
+    for name in blocks:
+        by_list[name.rpartition(".")[0]] = name
+    return set(by_list.values())
+
+
+def outermost(names: list[str], name: str) -> str | None:
+    """Finds the one of ``names`` (module prefixes, none inside another) that contains ``name``, if any."""
+    parts = name.split(".")
+    known = set(names)
+    return next((p for i in range(1, len(parts) + 1) if (p := ".".join(parts[:i])) in known), None)
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Lists the names of the model's class and of its bases, most special first, without the prefix that FSDP2
+    gives.
+    """
+    return [kind.__name__.removeprefix("FSDP") for kind in type(model).__mro__]
+
+
+def text_config(model: nn.Module) -> Any:
+    """Finds the config of the language model inside ``model`` (heads, widths); ``None`` for a module without a
+    config.
+    """
+    config = getattr(model, "config", None)
+    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+
+
+def kv_heads(attention: nn.Module) -> int | None:
+    """Counts the key/value heads of an attention module, from its own sizes (they may differ per layer)."""
+    projection, head_dim = getattr(attention, KEY_VALUE_PROJECTIONS[0], None), getattr(attention, "head_dim", None)
+    projection = unwrapped(projection)
+    if not isinstance(projection, nn.Linear) or not isinstance(head_dim, int):
+        return None
+    return projection.weight.shape[0] // head_dim
+
+
+def is_kept_in_float32(model: nn.Module, name: str) -> bool:
+    """Tells whether ``model`` wants the parameter ``name`` stored and used in float32, whatever the precision of the
+    rest.
+
+    diffusers says so in an attribute that for transformers concerns float16 only; there, both exist.
+    """
+    lenient = getattr(model, "_keep_in_fp32_modules", None)
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", lenient) or ()
+    return any(pattern in name for pattern in patterns)
+
+
+def _outermost(
+    model: nn.Module,
+    accept: Callable[[nn.Module, nn.Module | None], bool],
+    prefix: str = "",
+    parent: nn.Module | None = None,
+) -> Iterator[tuple[str, nn.Module]]:
+    if prefix and accept(model, parent) and next(model.parameters(), None) is not None:
+        yield prefix, model
+        return
+    for name, child in model.named_children():
+        yield from _outermost(child, accept, f"{prefix}.{name}" if prefix else name, model)

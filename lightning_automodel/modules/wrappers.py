@@ -1,0 +1,57 @@
+"""Wrappers that stand in the places of layers: peft's, and others like them.
+
+A wrapper has the layer below it as ``base_layer``, or as ``original_module`` beside copies that train in its place
+(``modules_to_save``); one that trains single tokens has a wrapper as ``token_adapter``. Names and classes that a rule
+knows are those of the model without them.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_STEPS = ("base_layer", "token_adapter", "original_module")
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Tells whether ``module`` stands in the place of a layer that it holds."""
+    return "base_layer" in module._modules or "token_adapter" in module._modules or has_copies(module)
+
+
+def has_copies(module: nn.Module) -> bool:
+    """Tells whether ``module`` holds a layer and what runs in its place."""
+    return "original_module" in module._modules and len(module._modules) > 1
+
+
+def unwrapped(module: Any) -> Any:
+    """Returns the layer inside of wrappers; what is no wrapper, itself."""
+    while isinstance(module, nn.Module) and is_wrapper(module):
+        module = next(module._modules[step] for step in _STEPS if step in module._modules)
+    return module
+
+
+def name_without_wrappers(name: str) -> str:
+    """What a parameter or module of a wrapped layer, or of a copy that trains in its place, is called in the model
+    without wrappers.
+    """
+    return _WRAPPERS.sub("", name)
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[bool]:
+    """Within this context wrapped layers stand in the places of their wrappers. Yields whether there are any."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if is_wrapper(child) and not is_wrapper(module):
+                replaced.append((module, name, child))
+    for parent, name, child in replaced:
+        parent._modules[name] = unwrapped(child)
+    try:
+        yield bool(replaced)
+    finally:
+        for parent, name, child in replaced:
+            parent._modules[name] = child

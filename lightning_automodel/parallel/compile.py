@@ -1,0 +1,134 @@
+"""Compiles each block of a model, in place: one compilation serves all blocks that are alike.
+
+::
+
+    hooks: FSDP2 gathers, local tensors come in --> compiled(checkpointed(the block's forward)) --> hooks
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_automodel._compat import allow_records_in_checkpoints, overlap_in_compiled_graphs
+from lightning_automodel._compat.transformers import recording_inside_graph, recordings_of_call, set_test_of_packing
+from lightning_automodel.distributed.logs import log, warn_once
+from lightning_automodel.modules.forward import wrap_forward
+from lightning_automodel.modules.structure import class_names, find_blocks, text_config
+from lightning_automodel.parallel.activation_checkpoint import has_cache, is_checkpointed, without_cache
+from lightning_automodel.parallel.tensor.partial_sums import is_followed
+from lightning_automodel.parallel.tensor.sliced_draws import draws_in_slices
+
+
+def apply_compile(model: nn.Module, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
+    """Compiles all blocks of ``model``; to be called after :func:`apply_activation_checkpointing`.
+
+    Raises:
+        ValueError: if ``model`` has no blocks.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ValueError(f"enable_compile=True compiles repeated blocks, and {type(model).__name__} has none")
+    compile_blocks(blocks.values(), backend=backend, dynamic=dynamic)
+    log(f"{type(model).__name__}: {len(blocks)} blocks are compiled ({backend}, dynamic={dynamic})")
+
+
+def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dynamic: bool | None = None) -> None:
+    """Compiles ``blocks`` with ``torch.compile``, in place; names and checkpoints stay as they are.
+
+    Collectives of tensor parallelism are part of the graph; what FSDP2 does stands around it. In training no cache of
+    keys and values is kept; in evaluation calls with a cache, which grows with every token, run uncompiled.
+
+    Args:
+        blocks: that share a compilation where they are alike.
+        backend: of ``torch.compile``.
+        dynamic: ``True``: one graph for all lengths. ``False``: a graph per length. ``None``: for the first length, and
+            then one for all.
+    """
+    blocks = list(blocks)
+    allow_records_in_checkpoints()
+    # Half of a checkpointed block cannot fall back to eager: the recomputation would lack what hooks put in place.
+    compiled = {
+        whole: torch.compile(_run, backend=backend, dynamic=dynamic, fullgraph=whole) for whole in (False, True)
+    }
+
+    def around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if is_followed(block):
+            return forward(*args, **kwargs)
+        if draws_in_slices(block):
+            warn_once(_cannot_draw(block))
+            return forward(*args, **kwargs)
+        if block.training:
+            kwargs = without_cache(kwargs)
+        elif has_cache(kwargs):
+            return forward(*args, **kwargs)
+        recordings = recordings_of_call()
+        whole = is_checkpointed(block)
+        if whole and recordings:
+            warn_once(_cannot_record(block, recordings))
+            return forward(*args, **kwargs)
+        output, recorded = compiled[whole](forward, tuple(recordings), args, kwargs)
+        for key, values in recorded.items():
+            recordings[key] += values
+        return output
+
+    for block in blocks:
+        wrap_forward(block, around)
+
+
+def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:
+    """Blocks that are compiled from now on split their gathers and reduce-scatters, and overlap them with matmuls.
+
+    torch.compile does it (its pass of the name "micro pipeline") wherever a gather feeds matrix products or one matrix
+    product feeds a reduce-scatter: all four of a block's forward pass, and the two gathers of its backward pass.
+
+    Raises:
+        ValueError: if the tp group has no symmetric memory, which ranks read from each other.
+    """
+    group = tp_mesh.get_group()
+    if group.size() == 1:
+        warn_once("enable_async_tensor_parallel=True does nothing with tp=1")
+        return
+    backend = dist.get_backend_config(group)
+    if tp_mesh.device_type != "cuda" or "nccl" not in backend:
+        raise ValueError(
+            "enable_async_tensor_parallel=True needs symmetric memory, which torch has on CUDA devices under NCCL; "
+            f"the mesh is on {tp_mesh.device_type!r} and communicates with {backend}; leave it at False"
+        )
+    overlap_in_compiled_graphs(group)
+    log(f"compiled blocks overlap the collectives of tp={group.size()} with matrix products")
+
+
+def assume_no_packing(model: nn.Module, assume: bool) -> None:
+    """Lets flash attention take every row for one document (``assume``), without waiting for the device."""
+    set_test_of_packing(not assume)
+    implementation = getattr(text_config(model), "_attn_implementation", None)
+    if assume and implementation is not None and "flash" not in implementation:
+        warn_once(
+            f"patch_is_packed_sequence=True is for flash attention; {class_names(model)[0]} computes attention with "
+            f"{implementation!r}, and nothing changes"
+        )
+
+
+def _cannot_draw(block: nn.Module) -> str:
+    return (
+        f"a {class_names(block)[0]} draws random numbers (dropout) where ranks of tp hold different heads or rows, "
+        "and a compiled graph would draw the same on all of them: its training passes run uncompiled"
+    )
+
+
+def _cannot_record(block: nn.Module, keys: Iterable[str]) -> str:
+    return (
+        f"{', '.join(keys)} are asked for from inside of a {class_names(block)[0]}, which torch cannot hand out of a "
+        "compiled block with activation checkpointing: such calls run uncompiled"
+    )
+
+
+def _run(forward: Callable, keys: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, list]]:
+    """Runs, inside of the graph, the forward pass and what transformers records in it under ``keys``."""
+    recorded: dict[str, list] = {key: [] for key in keys}
+    with recording_inside_graph(recorded):
+        return forward(*args, **kwargs), recorded

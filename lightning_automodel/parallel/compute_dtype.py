@@ -1,0 +1,54 @@
+"""Computes in a narrower dtype than parameters are stored in, as FSDP2 does it, for models that FSDP2 does not wrap.
+
+While a block runs, and the model for the rest, modules see ``parameter.to(dtype)``, and floating-point inputs are cast.
+Gradients come back in the dtype of the parameter. Installed as forward hooks and attributes, which a copy of the model
+carries along.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_automodel.modules.parameter_swap import ParameterSwap
+from lightning_automodel.modules.structure import find_blocks, outermost
+from lightning_automodel.parallel.fsdp2 import find_float32
+
+
+def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes ``model`` compute in ``dtype``, in place, except with parameters that it keeps in float32.
+
+    Args:
+        model: with parameters of any dtypes, called as a whole.
+        dtype: of compute.
+    """
+    keep = find_float32(model)
+    blocks = find_blocks(model)
+    swaps = {name: ParameterSwap() for name in ("", *blocks)}
+    cast = Cast(dtype)
+    for module_name, module in model.named_modules():
+        unit = outermost(list(blocks), module_name) or ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter not in keep:
+                swaps[unit].add(module, name, cast)
+    for name, swap in swaps.items():
+        unit_module = model.get_submodule(name)
+        swap.install(unit_module)
+        unit_module.register_forward_pre_hook(cast.inputs, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Cast floating-point tensors to ``dtype``."""
+
+    dtype: torch.dtype
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Cast one tensor, with autograd; integers stay."""
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Cast what ``module`` is called with: a forward pre-hook."""
+        return apply_to_collection(args, Tensor, self), apply_to_collection(kwargs, Tensor, self)

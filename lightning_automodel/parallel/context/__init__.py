@@ -1,0 +1,70 @@
+"""Context parallelism: the residual stream of a model is cut on the sequence over the axis ``cp``.
+
+::
+
+    ids, masks, positions, labels: whole on every rank, so the model's own code is right as it is
+      --[cut at the first block]--> blocks on a rank's rows --> norm, head, loss on rows --[sum over cp]--> loss
+
+``plans/context.py`` says what each child of a block needs; ``blocks.py`` does it with hooks around blocks and children,
+``models.py`` with hooks around models, whose outputs are whole; ``attention.py`` exchanges keys and values.
+"""
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.context.blocks import install_on_blocks, install_on_children
+from lightning_automodel.parallel.context.models import install_on_models
+from lightning_automodel.parallel.context.state import Pass, Stream
+from lightning_automodel.plans.context import ContextLayout
+
+__all__ = ["ContextParallel"]
+
+
+class ContextParallel:
+    """Cuts the sequence of one model: its blocks before tensor parallelism is applied, the rest afterwards.
+
+    A block cuts over cp before sequence parallelism cuts over tp; a child is gathered over tp before it is over cp.
+
+    Args:
+        model: changed in place.
+        group: ranks of the axis.
+        layout: of ``model``.
+        balanced: rows from the front and the back for each rank, as causal attention needs.
+        exchange: what attention does: "gather" (keys and values), "all_to_all" (heads), or "auto", what moves less.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: ProcessGroup, layout: ContextLayout, balanced: bool, exchange: str
+    ) -> None:
+        self.model, self.layout = model, layout
+        self.call = Pass(group, balanced, exchange)
+        self.streams = [Stream(self.call, entry) for entry in layout.lists]
+        _tell_cost(model, layout, group.size())
+
+    def install_outside(self) -> None:
+        """Put the hooks around blocks."""
+        for stream in self.streams:
+            install_on_blocks(self.model, stream, self.layout)
+
+    def install_inside(self) -> None:
+        """Put the hooks around children of blocks and around models."""
+        for stream in self.streams:
+            install_on_children(self.model, stream, self.layout)
+        install_on_models(self.model, self.call, self.streams, self.layout)
+
+
+def _tell_cost(model: nn.Module, layout: ContextLayout, ranks: int) -> None:
+    if not layout.lists:
+        warn_once(
+            f"cp={ranks} saves nothing for {class_names(model)[0]}: it has no list of blocks that runs on rows of a "
+            "sequence (encoders with decoders and models of other libraries have none); it stays whole, and exact"
+        )
+    names = sorted({type(model.get_submodule(name)).__name__ for name in layout.gathered})
+    if names:
+        warn_once(
+            f"cp={ranks}: {', '.join(names)} of {class_names(model)[0]} see the whole sequence on every rank, because "
+            f"tokens may meet there beside transformers' attention functions: exact, at {ranks} times the work of "
+            "these modules and with the activations of one device (activation_checkpointing keeps few of them)"
+        )

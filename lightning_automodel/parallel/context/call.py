@@ -1,0 +1,42 @@
+"""One call of an attention function, which the exchanges make in parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_automodel.distributed.rows import Bounds, Rows
+from lightning_automodel.modules.forward import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of an attention function.
+
+    Attributes:
+        rows: of the queries.
+        function: ``(module, query, key, value, mask, *args, **kwargs)`` to [batch, queries, heads, dim] and something.
+        module: that calls it.
+        mask: [batch, heads or 1, rows or 1, seq], of all rows for all-to-all; ``None``: see ``causal``.
+        bounds: by chunk, first and last key that any of its rows sees; ``None``: not known.
+        causal: without a mask, each query sees the keys up to its own.
+        args: further arguments.
+        kwargs: further arguments by name.
+        again: where the backward pass computes attention once more, with keys that it gathers; ``None``: it does not.
+    """
+
+    rows: Rows
+    function: Callable[..., tuple[Tensor, Tensor | None]]
+    module: nn.Module
+    mask: Tensor | None
+    bounds: list[Bounds] | None
+    causal: bool
+    args: tuple
+    kwargs: dict[str, Any]
+    again: Context | None
+
+    @property
+    def dropout(self) -> float:
+        """Share of the scores that is dropped."""
+        return self.kwargs.get("dropout") or 0.0

@@ -1,0 +1,94 @@
+"""The exchange that gathers: queries stay on their ranks, keys and values of all ranks come to them.
+
+::
+
+    rows of this rank      0-2          21-23              one call of the attention function for each chunk
+    keys that they see     0-2          0-23               without a mask: up to the chunk's last row
+    window of 6            0-2          16-23              with a mask: from the first key that any row sees to the last
+
+Nothing whole is kept for the backward pass, which gathers keys and values again.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+from lightning_automodel.distributed.rows import Bounds, Rows, gather_parts
+from lightning_automodel.parallel.context.call import Call
+from lightning_automodel.parallel.context.causal import attend_causally, can_merge
+
+
+def attend_to_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend with this rank's queries to the keys of all ranks: [batch, rows, heads, dim].
+
+    Args:
+        call: what is called.
+        query: [batch, heads, rows, dim].
+        key: [batch, kv heads, rows, dim].
+        value: [batch, kv heads, rows, dim of values].
+    """
+    if call.causal and can_merge(query, call.dropout):
+        return attend_causally(query, key, value, call.rows, call.kwargs.get("scaling")).transpose(1, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attend_by_chunks(call, query, *gather_keys(key, value, call.rows))
+
+    again = call.again
+    if again is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # The function may read parameters of its module (sinks): they must be those of the forward pass.
+        options: dict[str, Any] = {
+            "preserve_rng_state": call.dropout > 0,
+            "context_fn": lambda: (nullcontext(), again()),
+        }
+        return checkpoint(attend, query, key, value, use_reentrant=False, **options)
+    return attend(query, key, value)
+
+
+def gather_keys(key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Join keys and values of all ranks, before heads repeat; in one collective where they have one shape."""
+    if key.shape == value.shape:
+        both = gather_parts(torch.stack([key, value]), 3, rows)
+        return both[0], both[1]
+    return gather_parts(key, 2, rows), gather_parts(value, 2, rows)
+
+
+def seen_keys(mask: Tensor, rows: Rows) -> list[Bounds]:
+    """Find the first and the last key that any row of each own chunk sees.
+
+    Args:
+        mask: [batch, heads or 1, rows, seq] of this rank: bool, or what is added to the scores.
+        rows: of this rank.
+    """
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    found, at = [], 0
+    for start, stop in rows.own_chunks:
+        own = seen[:, :, at : at + stop - start].flatten(0, 1)
+        at += stop - start
+        columns = own.flatten(0, 1).any(0).nonzero()
+        sees_nothing = not bool(own.any(-1).all())  # the softmax of such a row is spread over all keys
+        whole = sees_nothing or len(columns) == 0
+        found.append((0, rows.length) if whole else (int(columns[0]), int(columns[-1]) + 1))
+    return found
+
+
+def _attend_by_chunks(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    outputs, at = [], 0
+    for index, (start, stop) in enumerate(call.rows.own_chunks):
+        own = slice(at, at + stop - start)
+        at += stop - start
+        first, last = (0, call.rows.length) if call.bounds is None else call.bounds[index]
+        mask = call.mask
+        if call.causal:
+            last, mask = stop, causal_lower_right(stop - start, stop)  # on CUDA flash attention, which holds no mask
+        elif mask is not None:
+            mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), first:last]
+        kwargs = call.kwargs if mask is not None else {**call.kwargs, "is_causal": False}
+        keys = slice(first, last)
+        parts = query[:, :, own], key[:, :, keys], value[:, :, keys]
+        output, _ = call.function(call.module, *parts, mask, *call.args, **kwargs)
+        outputs.append(output)
+    return torch.cat(outputs, 1)

@@ -1,0 +1,173 @@
+"""What the hooks of context parallelism know: of one call of a model, and of the stream of one list of blocks."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.distributed.random_numbers import drawing_aside
+from lightning_automodel.distributed.rows import Bounds, Rows, gather_parts
+from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.context.exchange_all_to_all import elements_moved, why_not
+from lightning_automodel.parallel.context.exchange_gather import seen_keys
+from lightning_automodel.plans.context import BlockList
+
+
+@dataclass
+class Pass:
+    """One call of a model, from outside in: what its parts know of each other.
+
+    Attributes:
+        group: ranks of the axis cp.
+        balanced: how sequences are cut.
+        exchange: "gather", "all_to_all" or "auto".
+        depth: models that are running inside of each other.
+        allowed: the stream may be cut: nobody asked for caches or for scores.
+        leaves_rows: hidden states may leave the model that runs the blocks as rows.
+        has_labels: the loss is computed inside.
+        shape: batch and tokens of what the model around the blocks reads.
+        rows: of the last list of blocks that ran; ``None``: it ran on the whole sequence.
+        batch: rows of the batch.
+    """
+
+    group: ProcessGroup
+    balanced: bool
+    exchange: str
+    depth: int = 0
+    allowed: bool = False
+    leaves_rows: bool = False
+    has_labels: bool = False
+    shape: tuple[int, ...] = ()
+    rows: Rows | None = None
+    batch: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Gradients are averaged over the ranks, but theirs are parts of one sum."""
+        return float(self.group.size())
+
+    def divide(self, length: int) -> Rows | None:
+        """Cut a sequence; ``None`` if it is too short to give every chunk two tokens and every rank some."""
+        chunks = self.group.size() * (2 if self.balanced else 1)
+        rows = Rows.divide(length, self.group, self.balanced)
+        return rows if self.allowed and length >= 2 * chunks and min(rows.counts) > 1 else None
+
+
+@dataclass
+class Stream:
+    """The stream of one list of blocks while it runs.
+
+    Attributes:
+        call: of the model that runs it.
+        entry: the blocks.
+        rows: who holds what; ``None``: the stream is whole.
+        batch: rows of the batch.
+        cut_already: rows of masks and tables of this forward pass, beside the whole ones, by the identity of those.
+        masks: by the identity of a mask, the mask, its own rows, and which keys each chunk of them sees.
+        is_checkpointed: the block that runs is computed again in the backward pass.
+        block: that runs.
+        draws: what ends the random numbers of rows.
+    """
+
+    call: Pass
+    entry: BlockList
+    rows: Rows | None = None
+    batch: int = 0
+    cut_already: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: dict[int, tuple[Tensor, Tensor, list[Bounds]]] = field(default_factory=dict)
+    is_checkpointed: bool = False
+    block: nn.Module | None = None
+    draws: ExitStack = field(default_factory=ExitStack)
+
+    def end(self) -> None:
+        """Forget the sequence."""
+        self.rows = None
+        self.cut_already, self.masks = {}, {}
+
+    def draw_for_rows(self) -> None:
+        """From now on torch draws other numbers on each rank, for its rows; those of whole values go on afterwards."""
+        self.draws.enter_context(drawing_aside("cp", self.call.group.rank()))
+
+    def stop_drawing(self) -> None:
+        """Go on with random numbers that the ranks have in common."""
+        self.draws.close()
+
+    def whole_dim(self, value: Any) -> int | None:
+        """Find the dimension of ``value`` that holds the whole sequence, if it is a stream of one."""
+        return None if self.rows is None else self._dim(value, self.rows.length)
+
+    def rows_dim(self, value: Any) -> int | None:
+        """Find the dimension of ``value`` that holds this rank's rows."""
+        return None if self.rows is None else self._dim(value, self.rows.count)
+
+    def _dim(self, value: Any, count: int) -> int | None:
+        """[batch, count, ...], or several streams before it: [n, batch, count, features]."""
+        if not isinstance(value, Tensor) or value.ndim < 3 or not (value.is_floating_point() or value.is_complex()):
+            return None
+        if value.shape[:2] == (self.batch, count):
+            return 1
+        return 2 if value.ndim == 4 and value.shape[1:3] == (self.batch, count) else None
+
+    def begin(self, value: Tensor) -> None:
+        """Decide how the whole ``value``, which enters a block, is cut."""
+        at = 2 if value.ndim == 4 and value.shape[1:3] == self.call.shape else 1
+        known = value.ndim == 3 or value.shape[at - 1 : at + 1] == self.call.shape
+        self.rows = self.call.divide(value.shape[at]) if known else None
+        self.batch = value.shape[at - 1]
+        self.cut_already, self.masks = {}, {}
+        self.call.rows, self.call.batch = self.rows, self.batch
+
+    def cut(self, value: Any) -> Any:
+        """Take this rank's rows of a whole stream; other values stay."""
+        dim = self.whole_dim(value)
+        return value if dim is None else self._rows.cut(value, dim)
+
+    def join(self, value: Any) -> Any:
+        """Gather a stream of rows, whose gradients are parts on every rank; other values stay."""
+        dim = self.rows_dim(value)
+        return value if dim is None else gather_parts(value, dim, self._rows)
+
+    def prepare_mask(self, mask: Any) -> None:
+        """Find what queries of this rank need of ``mask``, outside of what a recomputation runs again."""
+        has_rows = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2] == self._rows.length
+        if has_rows and id(mask) not in self.masks:
+            own = self._rows.cut(mask, -2)
+            self.masks[id(mask)] = mask, own, seen_keys(own, self._rows)
+
+    def own_mask(self, mask: Tensor | None) -> tuple[Tensor | None, list[Bounds] | None]:
+        """Returns the rows of ``mask`` that belong to this rank's queries, and which keys they see, if that is
+        known.
+        """
+        if mask is None or mask.shape[-2] == 1:
+            return mask, None
+        if torch.compiler.is_compiling() or id(mask) not in self.masks:
+            return self._rows.cut(mask, -2), None
+        return self.masks[id(mask)][1:]
+
+    def chooses_heads(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Tells whether ``module`` exchanges heads and not keys."""
+        wanted, ranks, name = self.call.exchange, self.call.group.size(), class_names(module)[0]
+        if wanted == "gather":
+            return False
+        if reason := why_not(query, ranks):
+            if wanted == "all_to_all":
+                raise ValueError(
+                    f'cp_exchange="all_to_all" splits the heads of a {name} over cp, but {reason}; use "gather" or '
+                    '"auto", or another cp'
+                )
+            return False
+        gathered, exchanged = elements_moved(query, key, value, ranks)
+        by_heads = wanted == "all_to_all" or exchanged < gathered
+        if not torch.compiler.is_compiling():
+            numbers = f"{exchanged:.0f} elements per token move with heads, {gathered:.0f} with keys"
+            log_once(f"cp={ranks}: {name} exchanges {'heads' if by_heads else 'keys and values'} ({numbers})")
+        return by_heads
+
+    @property
+    def _rows(self) -> Rows:
+        assert self.rows is not None
+        return self.rows

@@ -1,0 +1,334 @@
+"""Shards a model over the data ranks with FSDP2: a unit per block, one for the rest, gathered ahead of their use.
+
+Small blocks may share units. The rest is what stands outside of blocks: embedding, final norm, head. It is whole from
+the beginning of the forward pass to the end of the backward pass, so embedding and head of a large vocabulary are units
+of their own.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from lightning_automodel._compat import add_parameter_group, fsdp_units, reduce_unused_parameters, tree_leaves
+from lightning_automodel.checkpointing.save_pretrained import install_saving
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.distributed.logs import log
+from lightning_automodel.loading.placement import offload_policy_for
+from lightning_automodel.loss.install import defers_logits
+from lightning_automodel.mesh import Axes
+from lightning_automodel.modules.structure import (
+    class_names,
+    find_independent_blocks,
+    find_large_ends,
+    find_towers,
+    is_kept_in_float32,
+    last_blocks,
+    outermost,
+)
+from lightning_automodel.parallel.autocast import widen_stream
+from lightning_automodel.parallel.replica_check import check_replicas_every
+from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
+from lightning_automodel.plans import Layout, Plan
+
+
+@dataclass(frozen=True)
+class FSDP2Sharding:
+    """The last stage under FSDP2."""
+
+    config: FSDP2Config
+    mp_policy: MixedPrecisionPolicy
+    axes: Axes
+
+    @property
+    def sums_gradients(self) -> bool:
+        """FSDP2 does, unless it holds no parameters."""
+        return self.axes.tp.size() == 1 or not needs_no_sharding(self.axes.data, self.config, self.mp_policy)
+
+    def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
+        """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
+        if self.sums_gradients:
+            apply_fsdp2(model, self.axes.data, self.config, self.mp_policy)
+        else:
+            mark_as_unit(model, self.axes.data, self.config, self.mp_policy)
+        install_saving(model)
+        if isinstance(model, PreTrainedModel):
+            model.resize_token_embeddings = MethodType(_refuse_resizing, model)  # type: ignore[method-assign]
+        if self.config.check_replicas_every_n_steps is not None:
+            check_replicas_every(model, self.config.check_replicas_every_n_steps)
+        if plan is not None and not plan.measured:
+            compare_first_gradients(model, self.axes.tp)
+
+
+def _refuse_resizing(model: PreTrainedModel, *args: Any, **kwargs: Any) -> nn.Module:
+    if not args and not kwargs:
+        return type(model).resize_token_embeddings(model)  # what holds the embeddings, as they are
+    raise ValueError(
+        f"resize_token_embeddings of a {class_names(model)[0]} that was made parallel already (by from_pretrained in "
+        "configure_model, for example); build and resize the model in __init__ of the LightningModule, where it is "
+        "still whole"
+    )
+
+
+def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
+    """Shards ``model`` in place over the last axis of ``mesh``, and replicates the shards over the first of two axes.
+
+    Also on one data rank, unless :func:`needs_no_sharding`: every parameter is then a DTensor over the same mesh, which
+    is what stock clipping and stock fused optimizers need.
+
+    Raises:
+        ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without
+            blocks.
+    """
+    blocks, towers = find_independent_blocks(model), find_towers(model)
+    if config.tower_policy != "per_layer":
+        blocks = {name: block for name, block in blocks.items() if outermost(list(towers), name) is None}
+    replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
+    offload = offload_policy_for(config.offload_policy, mesh.device_type)
+    inside = policy_of_blocks(model, config, mp_policy)
+    in_float32 = find_float32(model)
+    embedding, head = find_large_ends(model)
+    grouped = group_blocks(model, blocks, config.fsdp2_min_num_params)
+    units = [unit for unit in (embedding, *grouped, head) if unit]
+    first_in_backward = last_blocks(model, blocks) | head.keys()  # not worth freeing in between
+    read_later = head.keys() if defers_logits(config) else set()  # by the loss, when the head's own forward is over
+    for unit in units:
+        reshard = config.reshard_after_forward
+        if reshard is None:
+            reshard = first_in_backward.isdisjoint(unit)
+        reshard = reshard if read_later.isdisjoint(unit) else False
+        shard_unit(unit.values(), _parameters(unit), mesh, inside, in_float32, reshard, offload)
+    in_units = {p for unit in units for p in _parameters(unit)}
+    rest = [p for p in model.parameters() if p not in in_units | replicated]
+    shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, replicated)
+    if towers:
+        # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
+        # there, and all ranks must reduce the same parameters.
+        reduce_unused_parameters(model)
+    for end in embedding.values():
+        assert isinstance(end, FSDPModule)
+        end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
+    log(f"{class_names(model)[0]}: FSDP2 shards {len(units)} units and the rest over {mesh}, {mp_policy}")
+    if config.enable_fsdp2_prefetch:
+        depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
+        forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
+        set_prefetch(forward, backward, *depths)
+
+
+def group_blocks(
+    model: nn.Module, blocks: dict[str, nn.Module], min_num_params: int | None
+) -> list[dict[str, nn.Module]]:
+    """Groups ``blocks`` into units: one each, or one for as many of a list as hold ``min_num_params``, in order.
+
+    Whole parameters count: all ranks of tensor parallelism must agree. A small rest of a list joins the unit before it.
+
+    Raises:
+        ValueError: for a minimum without blocks.
+    """
+    if min_num_params is not None and not blocks:
+        raise ValueError(
+            f"fsdp2_min_num_params={min_num_params} groups repeated blocks, and {class_names(model)[0]} has none that "
+            "FSDP2 gathers alone; leave it at None"
+        )
+    units: list[dict[str, nn.Module]] = []
+    for _, names in groupby(blocks, key=lambda name: name.rpartition(".")[0]):
+        of_list: list[dict[str, nn.Module]] = [{}]
+        for name in names:
+            if of_list[-1] and _size(of_list[-1]) >= (min_num_params or 0):
+                of_list.append({})
+            of_list[-1][name] = blocks[name]
+        if len(of_list) > 1 and _size(of_list[-1]) < (min_num_params or 0):
+            of_list[-2].update(of_list.pop())
+        units += of_list
+    return units
+
+
+def _parameters(unit: dict[str, nn.Module]) -> list[nn.Parameter]:
+    return [p for module in unit.values() for p in module.parameters()]
+
+
+def _size(unit: dict[str, nn.Module]) -> int:
+    return sum(p.numel() for p in _parameters(unit))
+
+
+def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:
+    """Tells whether there is one data rank, and nothing is cast or waits on the host: FSDP2 would then only copy.
+
+    On one rank it copies every parameter before its use, and every gradient twice after it. The choice depends on
+    nothing that differs between the modules of a run: their parameters are then DTensors over one mesh, which is what
+    stock clipping and stock fused optimizers need.
+    """
+    casts = mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None
+    return mesh.size() == 1 and not casts and not config.offload_policy
+
+
+def mark_as_unit(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
+    """Makes ``model`` an FSDP2 module that holds no parameter: its methods work, and outputs are cast."""
+    policy_of_blocks(model, config, mp_policy)
+    offload = offload_policy_for(config.offload_policy, mesh.device_type)
+    shard_unit([model], [], mesh, mp_policy, set(), None, offload, replicated=list(model.parameters()))
+    log(f"{class_names(model)[0]}: one data rank and nothing to cast, so FSDP2 holds no parameters")
+
+
+def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Leaves out ``output_dtype``, which is of what the model returns: a head in another dtype would meet it.
+
+    Autocast takes care of that. Then it is the dtype of the residual stream too, and blocks do not cast what they take.
+    """
+    if config.autocast_dtype is not None and mp_policy.output_dtype is not None:
+        widen_stream(model, mp_policy.output_dtype)
+        return replace(mp_policy, output_dtype=None, cast_forward_inputs=False)
+    return replace(mp_policy, output_dtype=None)
+
+
+def find_float32(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are stored and used in float32 whatever the policy says.
+
+    Those that the model wants so, and those that are stored so beside others of lower precision: that is on purpose.
+    """
+    mixed = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+    return {
+        parameter
+        for name, parameter in model.named_parameters()
+        if is_kept_in_float32(model, name) or (mixed and parameter.dtype == torch.float32)
+    }
+
+
+def shard_unit(
+    modules: Iterable[nn.Module],
+    parameters: list[nn.Parameter],
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    in_float32: set[nn.Parameter],
+    reshard: bool | int | None,
+    offload: OffloadPolicy,
+    replicated: Iterable[nn.Parameter] = (),
+) -> None:
+    """Makes one FSDP2 unit of ``modules``, with a group of parameters per storage and compute dtype, the largest first.
+
+    FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
+    to get it would lose what they are kept in float32 for.
+    """
+    wide = replace(mp_policy, param_dtype=None)
+    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
+    policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
+    others = [group for _, group in ordered[1:]]
+    ignored = {p for group in others for p in group} | set(replicated)
+    modules = list(modules)
+    origins = [type(module).__module__ for module in modules]
+    fully_shard(
+        modules,
+        mesh=mesh,
+        mp_policy=policies[0],
+        reshard_after_forward=reshard,
+        offload_policy=offload,
+        ignored_params=ignored,
+    )
+    # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
+    for module, origin in zip(modules, origins, strict=True):
+        type(module).__module__ = origin
+        if len(modules) > 1:
+            module.register_forward_hook(_gather_for_backward)
+    for group, policy in zip(others, policies[1:], strict=True):
+        add_parameter_group(modules[0], group, policy)
+
+
+def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:
+    """Gathers a unit for the backward pass where its last module's output may be unused, which FSDP2 relies on: the
+    features of a tower are often those of an earlier block.
+    """
+    assert isinstance(module, FSDPModule)
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(lambda _: module.unshard())
+
+
+def _replicate(towers: dict[str, nn.Module], mp_policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Casts and sums by hooks what nothing gathers: no unit does it for these parameters."""
+    for name, tower in towers.items():
+        check = _FrozenCheck(name)
+        check(tower)
+        tower.register_forward_pre_hook(check)
+    replicated = {p for tower in towers.values() for p in tower.parameters()}
+    for parameter in replicated:
+        if mp_policy.param_dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(mp_policy.param_dtype)
+    return replicated
+
+
+@dataclass(frozen=True)
+class _FrozenCheck:
+    """Before every forward pass of a tower: a callback may unfreeze it in the middle of a run."""
+
+    name: str
+
+    def __call__(self, tower: nn.Module, args: tuple = ()) -> None:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters()):
+            raise ValueError(
+                f'tower_policy="replicate" is for frozen towers, but {self.name} ({type(tower).__name__}) has '
+                "parameters that train: their gradients would differ between the data ranks. Use "
+                f'tower_policy="root" or "per_layer", or freeze it: {self.name}.requires_grad_(False)'
+            )
+
+
+def set_prefetch(
+    forward: Sequence[nn.Module], backward: Sequence[nn.Module], forward_depth: int, backward_depth: int
+) -> None:
+    """Makes each unit prefetch the next ``forward_depth`` of ``forward`` in the forward pass, and ``backward_depth``
+    before it in ``backward`` in the backward pass, while it computes. Both are in the order of the forward pass, with
+    any one module of a unit.
+    """
+    for i, unit in enumerate(forward):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(_units(forward[i + 1 : i + 1 + forward_depth]))
+    for i, unit in enumerate(backward):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_backward_prefetch(_units(backward[max(0, i - backward_depth) : i][::-1]))
+
+
+def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
+    """Finds the outermost FSDP2 modules in ``module``."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in fsdp_roots(child)]
+
+
+@contextmanager
+def gradients_held(module: nn.Module, defer: bool = True) -> Generator[None, None, None]:
+    """Keeps gradients of backward passes on their rank, within this context: for all micro-batches of a step but the
+    last.
+
+    Args:
+        module: contains FSDP2 models.
+        defer: ``FSDP2Config.defer_fsdp_grad_sync``; ``False``: gradients are reduced over the shards, and wait for the
+            reduction over the replicas.
+    """
+    roots = fsdp_roots(module)
+    for root in roots:
+        root.set_requires_gradient_sync(False) if defer else root.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True) if defer else root.set_requires_all_reduce(True)
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees what a forward pass without a backward pass left gathered: the roots and the last blocks."""
+    for unit in fsdp_units(module):
+        unit.reshard()
+
+
+def _units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    return [module for module in modules if isinstance(module, FSDPModule)]

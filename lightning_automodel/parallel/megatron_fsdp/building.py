@@ -1,0 +1,97 @@
+"""From a model of transformers to plain parameters in the dtype of compute, which Megatron-FSDP then shards.
+
+::
+
+    split         the stages, with DTensors: transformers reads, or we draw, each rank's slices
+    finish_split  plain slices, the dtype of compute
+    sharded.py    the library's buffers
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.checkpointing.save_pretrained import install_saving
+from lightning_automodel.config import MegatronFSDPConfig
+from lightning_automodel.loading.initialize import cast_parameters
+from lightning_automodel.mesh import Axes
+from lightning_automodel.parallel.compute_dtype import Cast
+from lightning_automodel.parallel.layers import config_for
+from lightning_automodel.parallel.megatron_fsdp.plain import make_plain
+from lightning_automodel.parallel.stages import apply_stages
+from lightning_automodel.plans import Layout, Plan
+
+_LAYOUT = "_layout_on_tp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Of one run.
+
+    Attributes:
+        compute: parameters during forward and backward passes; ``None``: as the model has them.
+        main: what the optimizer updates; ``None``: what computes.
+        reduction: of gradients; ``None``: that of ``compute``.
+    """
+
+    compute: torch.dtype | None = None
+    main: torch.dtype | None = torch.float32
+    reduction: torch.dtype | None = None
+
+    def policy(self) -> Any:
+        """Makes the library's ``MixedPrecisionPolicy``."""
+        from megatron_fsdp import MixedPrecisionPolicy  # optional, and warns of what else it would like
+
+        return MixedPrecisionPolicy(
+            main_params_dtype=self.main, main_grads_dtype=self.reduction, grad_comm_dtype=self.reduction
+        )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Tells whether :func:`split` has been called."""
+    return _LAYOUT in vars(model)
+
+
+@dataclass(frozen=True)
+class AwaitWeights:
+    """The last stage under Megatron-FSDP, which shards values: remembers the layout until :func:`finish_split`."""
+
+    sums_gradients: bool = True
+
+    def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
+        """Leave slices of tensor parallelism as DTensors, into which weights can be read."""
+        vars(model)[_LAYOUT] = layout
+        install_saving(model)
+
+
+def split(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> None:
+    """Run the stages on ``model`` in place; its parameters may be on meta.
+
+    Raises:
+        ValueError: if tp does not fit the model, or it has no plan.
+    """
+    apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
+
+
+def finish_split(model: nn.Module, tp_mesh: DeviceMesh, dtypes: Dtypes) -> dict[str, Tensor]:
+    """Makes parameters plain, and casts them and floating-point inputs, in place.
+
+    Returns:
+        the values of parameters before they were cast to a narrower dtype, by name.
+    """
+    layout = vars(model)[_LAYOUT]
+    if layout is not None:
+        make_plain(model, layout, tp_mesh)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    if dtypes.compute is None:
+        return {}
+    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    cast_parameters(model, dtypes.compute)
+    model.register_forward_pre_hook(Cast(dtypes.compute).inputs, with_kwargs=True)
+    return {
+        name: before[name] for name, p in model.named_parameters() if p.dtype.itemsize < before[name].dtype.itemsize
+    }

@@ -1,0 +1,326 @@
+"""Models that Megatron-FSDP shards: what is called around forward passes, backward passes and steps.
+
+The library's wrapper is not in the module tree, so names stay; it is told by hooks what it would see as a wrapper::
+
+    forward pass               parameters that the optimizer has changed become those that compute
+    begin_backward             clears what zero_grad cleared; says whether this micro-batch ends the window
+    end_backward               the window's end: gradients are reduced, parameters become those that the optimizer has
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_fsdp.fully_shard import fully_shard_model
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_automodel._compat.megatron_fsdp import remove_root_hooks, use_raw_parameters
+from lightning_automodel.config import MegatronFSDPConfig
+from lightning_automodel.config.imports import import_classes_from_paths
+from lightning_automodel.distributed.boxes import Piece, pieces_at
+from lightning_automodel.distributed.kept_groups import keep
+from lightning_automodel.distributed.logs import log
+from lightning_automodel.distributed.replicas import Replicas
+from lightning_automodel.distributed.uneven_shards import Partition, set_partition
+from lightning_automodel.gradients import scale_
+from lightning_automodel.modules.structure import find_blocks
+from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
+from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
+
+_MESH = ("dp", "tp")
+
+
+class ShardedModules:
+    """Modules that the library shards together.
+
+    Args:
+        modules: called as a whole each; plain parameters, real values.
+        dp_mesh: one axis: ranks that share the parameters.
+        tp_mesh: one axis: ranks that hold slices of matrices, see ``make_plain``.
+        config: the switches.
+        dtypes: of compute, main parameters and reduction.
+        device: where parameters go.
+        originals: for each module, values of parameters before they were cast to the dtype of compute, by name.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        dp_mesh: DeviceMesh,
+        tp_mesh: DeviceMesh,
+        config: MegatronFSDPConfig,
+        dtypes: Dtypes,
+        device: torch.device,
+        originals: Sequence[dict[str, Tensor]] = (),
+    ) -> None:
+        self.config = config
+        self._dp_mesh, self._tp_mesh = dp_mesh, tp_mesh
+        container = nn.ModuleDict({str(i): module for i, module in enumerate(modules)})
+        slices = {name: slice_of(p) for name, p in container.named_parameters()}
+        self.wrapper = _shard(container, dp_mesh, config, dtypes, device)
+        for name, found in slices.items():
+            if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
+                sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
+        self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
+        self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
+        starts = self._describe(slices)
+        if dtypes.main is not None:
+            self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
+        for module in modules:
+            # Before the library's own hook, which gathers what it finds in place.
+            module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._window_is_closed = True
+        shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
+        log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
+
+    # ---- forward and backward ----------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        if self.wrapper.is_param_fsdp_distributed:
+            # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
+            self.wrapper.install_optimized_model_weights()
+            self.wrapper.synchronize_param_gather()
+            use_raw_parameters(self.wrapper)
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Prepares the library for a backward pass.
+
+        Args:
+            is_last: this micro-batch ends the window, so gradients are to be reduced.
+
+        Raises:
+            ValueError: if gradients of an earlier window are left, and the stage cannot add to them.
+        """
+        if self._window_is_closed:
+            self._follow_zero_grad()
+        self._window_is_closed = False
+        self.wrapper.is_last_microbatch = is_last
+        # The library's own hook stands on outputs that are tensors, tuples or lists.
+        self.wrapper.pre_backward()
+
+    def end_backward(self) -> None:
+        """Finishes a backward pass of the library."""
+        self.wrapper.post_backward()
+        if self.wrapper.is_last_microbatch:
+            self.wrapper.finish_grad_sync()
+            self._window_is_closed = True
+            if self.config.check_for_nan_in_grad:
+                self._check_finite()
+
+    def _follow_zero_grad(self) -> None:
+        """Gradients lie in buffers of the library, which ``zero_grad`` of an optimizer does not know."""
+        left = [p for p in self._parameters.values() if p.grad is not None]
+        if left and not any(bool(_local(p.grad).any()) for p in left):
+            left = []  # zero_grad(set_to_none=False)
+        if not left:
+            self.wrapper.zero_grad_buffer()
+            return
+        if self.config.zero_dp_strategy < 2:
+            raise ValueError(
+                "a backward pass begins with gradients that were reduced already, to which zero_dp_strategy="
+                f"{self.config.zero_dp_strategy} cannot add; call self.zero_grad() between optimizer steps, put all "
+                "micro-batches of a step but the last in `with self.trainer.strategy.block_backward_sync():`, or use "
+                "stage 2 or 3"
+            )
+        self._clear(name for name, p in self._parameters.items() if p.grad is None)
+
+    def _clear(self, names: Iterable[str]) -> None:
+        buffers = self.wrapper.param_and_grad_buffer
+        for name in names:
+            raw = self.wrapper.raw_param[name]
+            group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
+            if group.main_grad_buffer is not None:
+                item = group.main_grad_buffer.param_idx[raw]
+                group.main_grad_buffer.get_item(item, only_shard=True).zero_()
+
+    def _check_finite(self) -> None:
+        if not torch.isfinite(self.total_norm(self._parameters.values())):
+            raise ValueError(
+                "a gradient is NaN or infinite; look for the first loss that is, or set "
+                "MegatronFSDPConfig(check_for_nan_in_grad=False) to go on all the same"
+            )
+
+    def after_evaluation(self) -> None:
+        """Frees what forward passes without a backward pass left gathered; parameters are those of the optimizer."""
+        self.wrapper.synchronize_param_gather()
+
+    def replicas(self, _: nn.Module) -> Iterator[Replicas]:
+        """What is to be equal over tp (tp ranks may cut it differently over dp), and without sharding over dp."""
+        is_sharded, data = self.config.zero_dp_strategy > 0, self._dp_mesh.get_group()
+        tensors = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items() if name in self._whole}
+        if self._tp_mesh.size() > 1:
+            pieces_over = data if is_sharded else None
+            yield Replicas(axis="tp", group=self._tp_mesh.get_group(), tensors=tensors, pieces_over=pieces_over)
+        if not is_sharded and data.size() > 1:
+            own = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items()}
+            yield Replicas(axis="dp", group=data, tensors=own)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def total_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Computes the norm of all gradients taken as one vector, each element once: a float32 scalar. Collective.
+
+        Ranks may hold no gradient at all, so every rank takes part whatever it holds.
+        """
+        device = torch.device(self._dp_mesh.device_type)
+        total = torch.zeros((), device=device)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                power = _local(parameter.grad).float().norm(norm_type) ** norm_type
+                total = total + power / self._copies[parameter]
+        dist.all_reduce(total)
+        return total ** (1 / norm_type)
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scales gradients in place so that their norm is at most ``max_norm``; returns the norm before."""
+        parameters = list(parameters)
+        norm = self.total_norm(parameters)
+        scale_((p.grad for p in parameters if p.grad is not None), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    # ---- which rank holds what ---------------------------------------------------------------------------------------
+
+    def _keep_originals(self, originals: dict[str, Tensor], starts: dict[str, int]) -> None:
+        """Gives the optimizer's parameters, made from narrow ones, the digits that these have lost."""
+        for name, value in originals.items():
+            local = _local(self._parameters[name].detach())
+            local.copy_(value[starts[name] : starts[name] + _rows(local)])
+
+    def _describe(self, slices: dict[str, Any]) -> dict[str, int]:
+        """Tells checkpoints where each parameter's rows are, and returns where this rank's begin. Collective."""
+        mine = {name: _rows(p) for name, p in self._parameters.items()}
+        rows = _gather(_gather(mine, self._dp_mesh), self._tp_mesh)  # by place on tp, on dp, and name
+        self._ranks = _gather(dist.get_process_group_ranks(self._tp_mesh.get_group()), self._dp_mesh)
+        self._copies: dict[Tensor, int] = {}
+        for name, parameter in self._parameters.items():
+            found = slices[name]
+            shape = found.shape if found else self.wrapper.raw_param[name].shape
+            placement = found.placement if found else Replicate()
+            partition = self._partition(
+                torch.Size(shape), placement, [[each[name] for each in by_dp] for by_dp in rows]
+            )
+            set_partition(parameter, partition)
+            self._copies[parameter] = partition.copies
+        own = rows[self._tp_mesh.get_local_rank()]
+        before = own[: self._dp_mesh.get_local_rank()] if self.config.zero_dp_strategy > 0 else []
+        return {name: sum(each[name] for each in before) for name in self._parameters}
+
+    def _partition(self, shape: torch.Size, placement: Any, rows: list[list[int]]) -> Partition:
+        tp, dp = self._tp_mesh.size(), self._dp_mesh.size()
+        by_tp = [pieces_at(shape, (tp,), (placement,), (i,)) for i in range(tp)]
+        is_sharded = self.config.zero_dp_strategy > 0
+        starts = [[sum(by_dp[:i]) if is_sharded else 0 for i in range(dp)] for by_dp in rows]
+        parts = {
+            (d, t): [cut for piece in by_tp[t] if (cut := _cut(piece, starts[t][d], rows[t][d]))]
+            for d in range(dp)
+            for t in range(tp)
+        }
+        ranks = self._ranks
+        tp_once = [0] if placement.is_replicate() else range(tp)
+        dp_once = range(dp) if is_sharded else [0]
+        d, t = self._dp_mesh.get_local_rank(), self._tp_mesh.get_local_rank()
+        copies, index = 1, 0
+        if placement.is_replicate():
+            copies, index = tp, t
+        if not is_sharded:
+            copies, index = copies * dp, index * dp + d
+        return Partition(
+            shape=shape,
+            mine=parts[d, t],
+            holders=[(ranks[i][j], parts[i, j]) for i in dp_once for j in tp_once],
+            copies=copies,
+            index=index,
+        )
+
+
+def _shard(
+    module: nn.Module,
+    dp_mesh: DeviceMesh,
+    config: MegatronFSDPConfig,
+    dtypes: Dtypes,
+    device: torch.device,
+) -> MegatronFSDP:
+    mesh = _library_mesh(dp_mesh)
+    wrapper = fully_shard_model(
+        module,
+        device_mesh=mesh,
+        expt_device_mesh=mesh,  # it takes parameters of modules that are called experts for parts of an expert axis
+        dp_shard_dim=_MESH[0],
+        tp_dim=_MESH[1],
+        fsdp_unit_modules=unit_classes(module, config.megatron_fsdp_unit_modules),
+        zero_dp_strategy=config.zero_dp_strategy,
+        device=device,
+        mixed_precision_policy=dtypes.policy(),
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        sync_model_each_microbatch=False,
+        preproc_state_dict_for_dcp_ckpt=False,
+        report_nan_in_param_grad=config.report_nan_in_param_grad,
+        average_in_collective=config.average_in_collective,
+        disable_bucketing=config.disable_bucketing,
+        calculate_per_token_loss=config.calculate_per_token_loss,
+        keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
+        nccl_ub=config.nccl_ub,
+        fsdp_double_buffer=config.fsdp_double_buffer,
+    )
+    removed = remove_root_hooks(wrapper)
+    log(f"Megatron-FSDP: {removed} hooks at the root are taken away, since begin_backward does their work")
+    return wrapper
+
+
+def unit_classes(module: nn.Module, paths: Sequence[str] | None) -> list[type[nn.Module]]:
+    """Finds the classes that the library gathers as one: those named, else those of the blocks, or of other modules.
+
+    Raises:
+        ValueError: for a path that names nothing.
+    """
+    if paths is not None:
+        return import_classes_from_paths(paths)
+    found: dict[type[nn.Module], None] = {}
+    for child in module.children():
+        blocks = find_blocks(child).values()
+        found.update(dict.fromkeys(type(block) for block in blocks) if blocks else {type(child): None})
+    return list(found)
+
+
+def _library_mesh(dp_mesh: DeviceMesh) -> DeviceMesh:
+    """Makes the mesh that the library wants, with a tp axis of size 1: it would take plain parameters for copies."""
+    alone = keep("alone", lambda: dist.new_subgroups(1)[0])
+    ranks = dist.get_process_group_ranks(dp_mesh.get_group())
+    mesh = torch.tensor(ranks).view(-1, 1)
+    groups = [dp_mesh.get_group(), alone]
+    return DeviceMesh.from_group(groups, dp_mesh.device_type, mesh=mesh, mesh_dim_names=_MESH)
+
+
+def _gather(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """Gathers what each rank of an axis passes, in order. Collective."""
+    values: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(values, value, group=mesh.get_group())
+    return values
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _rows(parameter: Tensor) -> int:
+    local = _local(parameter.detach())
+    return local.shape[0] if local.numel() and local.ndim else 0
+
+
+def _cut(piece: Piece, start: int, count: int) -> Piece | None:
+    """Cuts a box to ``count`` rows of the rank's slice, from row ``start`` on."""
+    first = max(piece.local_offsets[0], start)
+    last = min(piece.local_offsets[0] + piece.sizes[0], start + count)
+    if first >= last:
+        return None
+    return Piece(
+        offsets=(piece.offsets[0] + first - piece.local_offsets[0], *piece.offsets[1:]),
+        local_offsets=(first - start, *piece.local_offsets[1:]),
+        sizes=(last - first, *piece.sizes[1:]),
+    )

@@ -1,0 +1,147 @@
+"""The stages that make a model parallel, in their order, on one screen; the last one is the strategy's.
+
+::
+
+    plan -> dtype, equal weights -> float8 -> context and tensor parallel -> loss -> checkpointing -> compile
+         -> autocast -> random numbers -> shard
+
+    FSDP2           shards on the meta device; each rank then reads or draws its own part
+    DDP             keeps replicas, whose weights were read before, and computes in a narrower dtype
+    Megatron-FSDP   waits for the weights of each rank's slices, which the library then shards
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_automodel.config import StageSwitches, resolve_dtype
+from lightning_automodel.distributed.logs import log, warn_once
+from lightning_automodel.distributed.random_numbers import RandomNumbers, agreed_seed
+from lightning_automodel.loading.initialize import broadcast_weights, cast_parameters
+from lightning_automodel.loss.install import install_loss
+from lightning_automodel.mesh import Axes
+from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
+from lightning_automodel.parallel.autocast import install_autocast
+from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel
+from lightning_automodel.parallel.context import ContextParallel
+from lightning_automodel.parallel.float8 import apply_float8
+from lightning_automodel.parallel.random_passes import data_rank_of, draw_from
+from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel
+from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
+from lightning_automodel.plans.context import derive_context_layout
+
+
+class Sharding(Protocol):
+    """The stage in which the strategies differ: what the ranks that see different samples do with the parameters."""
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether it sums the partial gradients that tensor parallelism leaves."""
+
+    def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
+        """Shard ``model`` in place; with tp=1 it has no plan and no layout."""
+
+
+def apply_stages(
+    model: nn.Module, axes: Axes, config: StageSwitches, sharding: Sharding, param_dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Make ``model`` parallel in place, whatever its class, and return it.
+
+    Args:
+        model: with weights (rank 0's count) or on the meta device.
+        axes: of the mesh.
+        config: the switches of a strategy.
+        sharding: the strategy's own stage.
+        param_dtype: in which parameters are stored; ``None`` keeps the model's.
+
+    Raises:
+        ValueError: if the sizes do not fit the model, it has no plan, or a switch finds nothing to work on.
+    """
+    tp, cp, device_type = axes.tp.size(), axes.cp.size() if axes.cp else 1, axes.tp.device_type
+    _check_whole(model)
+    plan, layout = _plan(model, tp, config)
+    if param_dtype is not None:
+        cast_parameters(model, param_dtype)
+        log(f"{class_names(model)[0]}: parameters are stored in {param_dtype}")
+    broadcast_weights(model, axes.tp)
+    if config.float8 is not None:
+        apply_float8(model, config.float8, tp, device_type)
+    context = _cut_context(model, axes, config)
+    if layout is not None:
+        apply_tensor_parallel(model, axes.tp, layout, is_final=not sharding.sums_gradients)
+    install_loss(model, axes.tp, config)
+    if context is not None:
+        context.install_inside()
+    if config.enable_async_tensor_parallel:
+        overlap_tensor_parallel(axes.tp)
+    apply_activation_checkpointing(
+        model,
+        config.activation_checkpointing,
+        config.activation_checkpointing_scope,
+        offload=_offload(config, device_type),
+    )
+    assume_no_packing(model, config.patch_is_packed_sequence)
+    if config.enable_compile:
+        apply_compile(model, backend=config.compile_backend, dynamic=config.compile_dynamic)
+    if (dtype := resolve_dtype(config.autocast_dtype)) is not None:
+        install_autocast(model, dtype, device_type)
+    draw_from(model, RandomNumbers(seed=agreed_seed(device_type), data_rank=data_rank_of(axes.data) // cp))
+    sharding.apply(model, plan, layout)
+    return model
+
+
+def _cut_context(model: nn.Module, axes: Axes, config: StageSwitches) -> ContextParallel | None:
+    if axes.cp is None or axes.cp.size() == 1:
+        return None
+    layout, group = derive_context_layout(model), axes.cp.get_group()
+    context = ContextParallel(model, group, layout, config.cp_balance, config.cp_exchange)
+    context.install_outside()
+    return context
+
+
+def _check_whole(model: nn.Module) -> None:
+    done = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if done is not None:
+        raise ValueError(
+            f"{class_names(model)[0]} was made parallel already ({done} is a DTensor); make a model parallel once, or "
+            "build it again"
+        )
+
+
+def _plan(model: nn.Module, tp: int, config: StageSwitches) -> tuple[Plan, Layout] | tuple[None, None]:
+    """Choose the plan, and derive what it means for every parameter."""
+    if tp == 1:
+        _warn_of_ignored(config)
+        return None, None
+    plan = select_plan(model, config.tp_plan)
+    layout = derive_layout(model, plan, tp, config.sequence_parallel and isinstance(model, PreTrainedModel))
+    _check_sequence_parallel(model, config, layout)
+    validate_tp(model, tp, layout)
+    return plan, layout
+
+
+def _warn_of_ignored(config: StageSwitches) -> None:
+    given = [n for n, on in (("tp_plan", config.tp_plan), ("sequence_parallel", config.sequence_parallel)) if on]
+    if given:
+        warn_once(f"{' and '.join(given)} of {type(config).__name__}: without effect, because tp=1 splits no layer")
+
+
+def _check_sequence_parallel(model: nn.Module, config: StageSwitches, layout: Layout) -> None:
+    """Refuses sequence parallelism for a model of another library that is split."""
+    if config.sequence_parallel and layout.sequence is None and layout.boundaries:
+        raise ValueError(
+            "sequence_parallel=True cuts the residual stream of transformers' models only, but "
+            f"{type(model).__name__} is none: what else enters its blocks is not known; use sequence_parallel=False"
+        )
+    if layout.sequence is not None and not layout.sequence.block_lists:
+        warn_once(f"sequence_parallel=True does nothing for {class_names(model)[0]}: its plan splits no block")
+
+
+def _offload(config: StageSwitches, device_type: str) -> bool:
+    if config.activation_offload and device_type == "cpu":
+        raise ValueError("activation_offload=True: on CPU activations are in host memory already; use it on CUDA")
+    return config.activation_offload

@@ -1,0 +1,299 @@
+"""Splits a model over the tp axis: parameters are stored as DTensors, and every forward pass computes on local tensors.
+
+    1. ``distribute_parameters``  each parameter becomes a DTensor on tp, by its layout
+    2. ``install_collectives``    hooks around the planned modules and boundaries
+    3. ``local_tensors.py``       during a block's forward pass its modules see ``parameter.to_local()``
+
+Everything is installed as forward hooks and instance attributes that a ``copy.deepcopy`` of the model carries along.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lightning_automodel._compat import recorded_outputs
+from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
+from lightning_automodel.distributed.logs import log
+from lightning_automodel.modules.structure import class_names, outermost, text_config
+from lightning_automodel.modules.wrappers import unwrapped
+from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
+from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
+from lightning_automodel.parallel.tensor.sequence_parallel import Stream, install_sequence_parallel
+from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
+from lightning_automodel.plans import Layout
+from lightning_automodel.plans.styles import Enter, Leave
+
+Transform = Callable[[Tensor], Tensor]
+NOISES = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
+"""Attributes of routers that are multiplied by noise while they train."""
+
+
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, *, is_final: bool = False) -> None:
+    """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device.
+
+    Args:
+        model: whose parameters are plain.
+        tp_mesh: one axis.
+        layout: of ``model``.
+        is_final: no stage after this one reduces gradients.
+    """
+    twins = find_twins(model)
+    for name, attributes in layout.attributes.items():
+        model.get_submodule(name).__dict__.update(attributes)
+    distribute_parameters(model, tp_mesh, layout)
+    install_collectives(model, tp_mesh.get_group(), layout)
+    streams: dict[str, Stream] = {}
+    if layout.sequence is not None:
+        streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
+    install_recorded_shares(model, tp_mesh.size(), layout)
+    install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final)
+    install_sliced_draws(model, tp_mesh.get_group(), twins, layout.sequence is not None)
+    follow_partial_sums(model, layout)
+    cut = sum(not found.placement.is_replicate() for found in layout.parameters.values())
+    stream = f", the stream cut on {len(streams)} blocks" if streams else ""
+    log(
+        f"{class_names(model)[0]}: tp={tp_mesh.size()} splits {cut} of {len(layout.parameters)} parameters, with "
+        f"{len(layout.boundaries)} boundaries{stream}"
+    )
+
+
+def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
+    """Replaces every parameter by a DTensor with its layout's placement; tied parameters stay tied.
+
+    Values are sliced on each rank without communication, so they must be equal on all ranks.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in replaced:
+                placement = layout.parameters[f"{module_name}.{name}" if module_name else name].placement
+                replaced[parameter] = _distribute(parameter, tp_mesh, placement)
+            module._parameters[name] = replaced[parameter]
+
+
+def _distribute(parameter: nn.Parameter, tp_mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    value = distribute_tensor(parameter.detach(), tp_mesh, [placement], src_data_rank=None)
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)  # flags of others, such as transformers' _is_hf_initialized
+    return new
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
+    """Puts the collectives of ``layout.modules`` around the modules that it names."""
+    for name, module_layout in layout.modules.items():
+        module = model.get_submodule(name)
+        if module_layout.enter is Enter.EMBED:
+            _install_embedding(module, group)
+            continue
+        if module_layout.enter is Enter.NORM:
+            _install_norm(module, group, name)
+            continue
+        if module_layout.enter is Enter.ROW_NORM:
+            _install_row_norm(module, group)
+            continue
+        if enter := _enter_function(module_layout.enter, group):
+            if _writes_into_input(module):
+                enter = _cloned(enter)
+            all_inputs = module_layout.enter is Enter.COPY_ALL
+            module.register_forward_pre_hook(_enter_hook(enter, all_inputs), with_kwargs=True)
+        if leave := _leave_function(module, module_layout.leave, group, model):
+            all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
+            module.register_forward_hook(_leave_hook(leave, all_outputs))
+
+
+def _writes_into_input(module: nn.Module) -> bool:
+    """Tells whether a router multiplies what enters by noise, in place: not allowed to what a collective returns as
+    it is.
+    """
+    return any(getattr(m, name, None) for m in module.modules() for name in NOISES)
+
+
+def _cloned(function: Transform) -> Transform:
+    return lambda x: function(x).clone()
+
+
+def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
+    match enter:
+        case Enter.COPY | Enter.COPY_ALL:
+            return lambda x: copy_in(x, group)
+        case Enter.SPLIT:
+            return lambda x: split(x, -1, group)
+        case Enter.DIVIDE:
+            return lambda x: x / group.size()
+        case _:
+            return None
+
+
+def _leave_function(module: nn.Module, leave: Leave, group: ProcessGroup, model: nn.Module) -> Transform | None:
+    match leave:
+        case Leave.REDUCE | Leave.REDUCE_ALL:
+            return lambda x: reduce_out(x, group)
+        case Leave.REDUCE_SPLIT:
+            return lambda x: split(reduce_out(x, group), -1, group)
+        case Leave.GATHER:
+            size = _output_width(module)
+            # Logits for a loss come from the head as a DTensor, or not at all (heads.py): these are whole already.
+            return lambda x: x if x.shape[-1] == size else gather(x, -1, size, group)
+        case Leave.SPLIT_ROTARY:
+            return lambda x: split(x, 1 if x.ndim == 4 else -1, group)
+        case Leave.COPY_ROTARY:
+            rotary = text_config(model).qk_rope_head_dim
+            return lambda x: torch.cat([x[..., :-rotary], copy_in(x[..., -rotary:], group)], -1)
+        case _:
+            return None
+
+
+def _output_width(module: nn.Module) -> int:
+    """Features that come out of the whole module: rows of a matrix, columns of an embedding."""
+    module = unwrapped(module)
+    weight = module.get_parameter("weight")  # a DTensor: the whole shape
+    return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[0]
+
+
+def _enter_hook(function: Transform, all_inputs: bool) -> Callable:
+    """Makes a forward pre-hook that maps the first tensor argument, or every floating-point one."""
+
+    def hook_all(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def enter(value: Any) -> Any:
+            return function(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tuple(enter(a) for a in args), {k: enter(v) for k, v in kwargs.items()}
+
+    def hook_first(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (function(args[0]), *args[1:]), kwargs
+        first = next(k for k, v in kwargs.items() if isinstance(v, Tensor))
+        return args, {**kwargs, first: function(kwargs[first])}
+
+    return hook_all if all_inputs else hook_first
+
+
+def _leave_hook(function: Transform, all_outputs: bool) -> Callable:
+    """Makes a forward hook that maps the first output, or all of them."""
+
+    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(map(function, output)) if all_outputs else (function(output[0]), *output[1:])
+        return function(output)
+
+    return hook
+
+
+def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
+    """Looks up the ids that this rank's rows hold, gives zeros for the others, and sums over tp.
+
+    The module's own forward runs, with the true ids: an embedding that scales or normalizes its output, or replaces
+    that of single tokens, does so with the whole result.
+    """
+    lookup = _SplitLookup(module.get_parameter("weight").shape[0], group)
+
+    def forward(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with lookup:
+            return type(self).forward(self, input, *args, **kwargs)
+
+    module.forward = MethodType(forward, module)
+
+
+class _SplitLookup(TorchFunctionMode):
+    """Within this context a lookup in an embedding of ``rows`` rows, of which each rank holds its slice, is whole."""
+
+    def __init__(self, rows: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self.rows, self.group = rows, group
+
+    def __deepcopy__(self, memo: dict) -> "_SplitLookup":
+        return _SplitLookup(self.rows, self.group)
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.embedding:
+            return func(*args, **(kwargs or {}))
+        return self._look_up(*args, **(kwargs or {}))
+
+    def _look_up(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, **options: Any) -> Tensor:
+        start, length = shard_bounds(self.rows, self.group.size(), self.group.rank())
+        local = input - start
+        held = (local >= 0) & (local < length)
+        elsewhere = ~held & (input >= 0) & (input < self.rows)
+        padding = padding_idx if padding_idx is None else padding_idx % self.rows - start
+        options["padding_idx"] = padding if padding is not None and 0 <= padding < length else None
+        # An id outside of the vocabulary stays outside on every rank, and torch refuses it as on one process.
+        output = functional.embedding(local.masked_fill(elsewhere, 0), weight, **options)
+        return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), self.group)
+
+
+def _install_norm(module: nn.Module, group: ProcessGroup, name: str) -> None:
+    """Normalizes features [..., width / tp] by the mean square of all ``width`` of them."""
+    if not isinstance(module, nn.RMSNorm):
+        raise ValueError(f"norm_across_heads is for torch.nn.RMSNorm, but {name} is a {type(module).__name__}")
+
+    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = copy_in(reduce_out(wide.square().sum(-1, keepdim=True), group), group)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normalized = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
+        return (normalized if self.weight is None else normalized * self.weight).to(x.dtype)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _install_row_norm(module: nn.Module, group: ProcessGroup) -> None:
+    """Sums the squares of rows, of which each rank has its columns, before the root is taken."""
+
+    def get_weight_norm(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():  # DoRA takes the norm for a constant
+            norm = type(self).get_weight_norm(self, *args, **kwargs)
+            return reduce_out(norm.float().square(), group).sqrt().to(norm.dtype)
+
+    module.get_weight_norm = MethodType(get_weight_norm, module)  # type: ignore[assignment]
+
+
+# ---- recorded outputs ------------------------------------------------------------------------------------------------
+
+
+def install_recorded_shares(model: nn.Module, tp: int, layout: Layout) -> None:
+    """Scales the gradient of recorded router logits: they go to an auxiliary loss, which is whole on every rank,
+    while gradients inside a boundary are summed over tp: the recorded value passes on ``1 / tp`` of its gradient.
+
+    What the layer itself computes with stays as it is: one hook before transformers' and one after it.
+    """
+    for name, module, index in list(recorded_outputs(model, "router_logits")):
+        if outermost(layout.boundaries, name) is not None:
+            module.register_forward_hook(_share_hook(index, tp), prepend=True)
+            module.register_forward_hook(_unshare_hook(index))
+
+
+def _share_hook(index: int, tp: int) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if not isinstance(output, tuple):
+            module.__dict__["_whole_output"] = output
+            return scale_gradient(output, 1 / tp)
+        module.__dict__["_whole_output"] = output[index]
+        return tuple(scale_gradient(x, 1 / tp) if i == index else x for i, x in enumerate(output))
+
+    return hook
+
+
+def _unshare_hook(index: int) -> Callable:
+    """Puts back what was recorded and nothing else: in between, the hooks of a boundary have reduced other outputs."""
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        before = module.__dict__.pop("_whole_output")
+        return tuple(before if i == index else x for i, x in enumerate(output)) if isinstance(output, tuple) else before
+
+    return hook

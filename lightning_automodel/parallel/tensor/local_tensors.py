@@ -1,0 +1,141 @@
+"""During the forward pass of a block its modules see this rank's local tensors in the place of DTensor parameters.
+
+They are put there by hooks around the block, and around the model for what lies outside of blocks; a recomputation in
+the backward pass puts them there again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_automodel._compat.dtensor import is_shared
+from lightning_automodel.distributed.collectives import copy_in
+from lightning_automodel.modules.parameter_swap import ParameterSwap
+from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
+from lightning_automodel.parallel.activation_checkpoint import has_switch
+from lightning_automodel.parallel.tensor.sequence_parallel import Stream
+from lightning_automodel.plans import Layout, ParameterLayout
+from lightning_automodel.plans.layout import Rows
+
+
+@dataclass(frozen=True)
+class _LocalTensor:
+    """How the local tensor of one parameter is made."""
+
+    gradient: Placement
+    zero: bool
+    rows: Rows
+    stream: Stream | None
+    """the gradient is a partial sum only while this stream is cut"""
+    sum_over: ProcessGroup | None
+    """where partial gradients are summed as they come; ``None``: FSDP2 copies all gradients, and sums partial ones"""
+
+    def __call__(self, parameter: DTensor) -> Tensor:
+        partial = self.stream is not None and self.stream.length is not None
+        gradient = Partial() if partial else self.gradient
+        if self.sum_over is not None and gradient.is_partial():
+            local = copy_in(parameter.to_local(grad_placements=[Replicate()]), self.sum_over)
+        else:
+            local = parameter.to_local(grad_placements=[gradient])
+            if self.sum_over is not None and local.requires_grad:
+                local = _OwnGradient.apply(local)
+        if self.rows:
+            return take_rows(local, self.rows)
+        # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the
+        # reduction.
+        return local * 0 if self.zero else local
+
+
+def install_local_tensors(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    layout: Layout,
+    streams: dict[str, Stream] | None = None,
+    *,
+    is_final: bool = False,
+) -> None:
+    """Shows modules local tensors as parameters during the forward pass of a block, and of the model for the rest.
+
+    Per unit and not per module, because some parents read a child's weight without calling it.
+
+    Args:
+        model: whose parameters are DTensors over ``tp_mesh``.
+        tp_mesh: the tensor-parallel axis.
+        layout: how they lie on it.
+        streams: of the blocks whose stream is cut on the sequence.
+        is_final: no other stage reduces gradients, so partial ones are summed over ``tp_mesh`` here.
+    """
+    first, last = find_large_ends(model)
+    own = [*find_blocks(model), *first, *last]
+    swaps = {name: ParameterSwap(stored=DTensor) for name in ("", *own)}
+    for module_name, module in model.named_modules():
+        unit = outermost(own, module_name) or ""
+        for name in module._parameters:
+            parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
+            if parameter_layout is not None:
+                stream = (streams or {}).get(unit) if parameter_layout.sliced else None
+                size = next(iter(module.get_parameter(name).shape), 0)
+                swaps[unit].add(module, name, _local_tensor(parameter_layout, size, tp_mesh, stream, is_final))
+    for name, swap in swaps.items():
+        unit_module = model.get_submodule(name)
+        unit_module.register_forward_pre_hook(_refuse_recomputing)
+        swap.install(unit_module)
+
+
+def _local_tensor(
+    layout: ParameterLayout, size: int, tp_mesh: DeviceMesh, stream: Stream | None, is_final: bool
+) -> _LocalTensor:
+    zero = layout.on_first_rank and tp_mesh.get_local_rank() != 0
+    sum_over = tp_mesh.get_group() if is_final else None
+    return _LocalTensor(layout.gradient, zero, rows_of_rank(layout, size, tp_mesh), stream, sum_over)
+
+
+def rows_of_rank(layout: ParameterLayout, size: int, tp_mesh: DeviceMesh) -> Rows:
+    """Find the rows (first, how many) of a whole parameter of ``size`` rows with which this rank computes.
+
+    Returns:
+        nothing where that is all of them.
+    """
+    return layout.rows(size, tp_mesh.size(), tp_mesh.get_local_rank())
+
+
+def take_rows(whole: Tensor, rows: Rows) -> Tensor:
+    """Take the rows of ``whole`` that a rank uses, one part below the other."""
+    parts = [whole.narrow(0, start, length) for start, length in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _refuse_recomputing(unit: nn.Module, args: tuple) -> None:
+    if getattr(unit, "gradient_checkpointing", False) and unit.training and torch.is_grad_enabled():
+        _check_switch(unit)
+
+
+def _check_switch(unit: nn.Module) -> None:
+    """Layers that have our switch recompute with local tensors; what another flag does is not known."""
+    if not any(has_switch(module) for module in unit.modules()):
+        raise ValueError(
+            f"activation checkpointing of its own was turned on for a {type(unit).__name__}, and would recompute "
+            "without the rank's slices; use activation_checkpointing=True of the strategy's config"
+        )
+
+
+class _OwnGradient(torch.autograd.Function):
+    """What arrives becomes ``parameter.grad``, which is added to and scaled in place.
+
+    For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one), or that lies
+    differently in memory. Of a DTensor it sees the wrapper only, which is always new.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone(memory_format=torch.contiguous_format) if is_shared(grad) else grad.contiguous()

@@ -1,0 +1,289 @@
+"""Random numbers in blocks whose values are sliced over tp: different on each rank, or a slice of the whole draw.
+
+::
+
+    whole (a residual stream, a router's input)      every rank draws the same
+    partial sums (behind a row-wise layer)           every rank draws the same: m * a + m * b = m * (a + b)
+    slices (heads, features, rows of the sequence)   CPU: the whole is drawn, and cut; else a stream for each rank
+
+Which draw is which, the block says itself: its twin runs on meta as one process would run it (``twins.py``), and where
+the shapes differ a rank has a slice.
+"""
+
+import copy
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_automodel._compat import TorchDispatchMode
+from lightning_automodel.distributed.collectives import shard_bounds
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators
+from lightning_automodel.modules.forward import Context, keep_for_recomputation, wrap_forward
+from lightning_automodel.modules.structure import class_names, find_blocks
+from lightning_automodel.parallel.tensor.sequence_parallel import LENGTH
+from lightning_automodel.parallel.tensor.twins import WholeDraws, is_draw, shape_of_draw, twin_of, whole_draws
+
+_DRAWS = "_draws_of_block"
+
+
+def find_twins(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the twin of each block by the block's name, to be made before the blocks are split."""
+    return {name: twin_of(block) for name, block in find_blocks(model).items()}
+
+
+def install_sliced_draws(model: nn.Module, group: ProcessGroup, twins: dict[str, nn.Module], is_cut: bool) -> None:
+    """While they train, the blocks of ``model`` draw what one process draws, or what differs where they hold slices.
+
+    Args:
+        model: split over ``group``.
+        group: of the tp axis.
+        twins: from :func:`find_twins`.
+        is_cut: residual streams are cut on the sequence.
+    """
+    for name, twin in twins.items():
+        block = model.get_submodule(name)
+        block.__dict__[_DRAWS] = _BlockDraws(group, twin, is_cut)
+        block.register_forward_pre_hook(_plan_draws, prepend=True, with_kwargs=True)
+        wrap_forward(block, _around)
+        keep_for_recomputation(block, _again)
+
+
+def draws_in_slices(block: nn.Module) -> bool:
+    """Tells whether a compiled graph of ``block`` would draw wrongly."""
+    draws = block.__dict__.get(_DRAWS)
+    return draws is not None and block.training and draws.is_watched
+
+
+# ---- around a block --------------------------------------------------------------------------------------------------
+
+
+def _plan_draws(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if block.training:
+        block.__dict__[_DRAWS].begin(args, kwargs)
+
+
+def _around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling() or not block.training:
+        return forward(*args, **kwargs)
+    draws: _BlockDraws = block.__dict__[_DRAWS]
+    with draws.watching(class_names(block)[0], 0) if draws.is_watched else draws.unwatched():
+        return forward(*args, **kwargs)
+
+
+def _again(block: nn.Module) -> Context:
+    """Returns a part of a block that is computed again goes on where the part began, watched as it was."""
+    draws: _BlockDraws = block.__dict__[_DRAWS]
+    then = draws.is_watched, draws.length
+    place = draws.place
+
+    @contextmanager
+    def again() -> Generator[None, None, None]:
+        now = draws.is_watched, draws.length
+        draws.is_watched, draws.length = then
+        try:
+            with draws.watching(class_names(block)[0], place) if draws.is_watched else draws.unwatched():
+                yield
+        finally:
+            draws.is_watched, draws.length = now
+
+    return again
+
+
+# ---- how a draw is cut -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A rank has ``length`` of ``whole`` from ``start`` on, in dimension ``dim``; or of each row of the batch, where
+    dimension 0 holds [rows x whole].
+    """
+
+    dim: int
+    whole: int
+    start: int
+    length: int
+    in_rows: bool = False
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part."""
+        if not self.in_rows:
+            return whole.narrow(self.dim, self.start, self.length)
+        return whole.unflatten(0, (-1, self.whole)).narrow(1, self.start, self.length).flatten(0, 1)
+
+    def undo(self, local: torch.Size) -> list[int]:
+        """Returns the shape on one process."""
+        size = local[0] // self.length * self.whole if self.in_rows else self.whole
+        return [size if i == self.dim else n for i, n in enumerate(local)]
+
+    def fits(self, local: torch.Size) -> bool:
+        """Tells whether ``local`` can be such a part."""
+        if self.in_rows:
+            return local[0] % self.length == 0
+        return self.dim < len(local) and local[self.dim] == self.length
+
+
+_WHOLE, _UNKNOWN = "whole", "unknown"
+
+
+def _compare(whole: torch.Size, local: torch.Size, rows: int, group: ProcessGroup) -> "_Cut | str":
+    """How ``local`` is cut out of ``whole``, which is equal for all ``rows`` of a batch."""
+    if whole == local:
+        return _WHOLE
+    differing = [i for i, (w, n) in enumerate(zip(whole, local, strict=False)) if w != n]
+    if len(whole) != len(local) or len(differing) != 1:
+        return _UNKNOWN
+    dim = differing[0]
+    in_rows = dim == 0 and whole[0] % rows == 0
+    size = whole[dim] // rows if in_rows else whole[dim]
+    start, length = shard_bounds(size, group.size(), group.rank())
+    cut = _Cut(dim=dim, whole=size, start=start, length=length, in_rows=in_rows)
+    return cut if length and local[dim] == (rows * length if in_rows else length) else _UNKNOWN
+
+
+# ---- the draws of a block --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Plan:
+    whole: WholeDraws
+    cuts: dict[int, _Cut | str] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is cut, once all has been drawn."""
+        seen = len(self.cuts) == len(self.whole.shapes) and self.whole.is_complete
+        return seen and all(cut == _WHOLE for cut in self.cuts.values())
+
+
+class _BlockDraws:
+    """What one block draws, and how it is cut: known from the first training pass on, for each length of slices.
+
+    Attributes:
+        is_watched: operations are looked at, because some draws are cut, or it is not known yet.
+        length: of the sequence that is cut; ``None``: it is whole.
+        place: of the next draw in this pass.
+    """
+
+    def __init__(self, group: ProcessGroup, twin: nn.Module, is_cut: bool) -> None:
+        self.group, self.twin, self.is_cut = group, twin, is_cut
+        self.is_watched = True
+        self.length: int | None = None
+        self.place = 0
+        self._plans: dict[int | None, _Plan] = {}
+        self._is_running = False
+        self._draws = True
+
+    def __deepcopy__(self, memo: dict) -> "_BlockDraws":
+        return _BlockDraws(self.group, copy.deepcopy(self.twin, memo), self.is_cut)
+
+    def begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Returns a forward pass in training begins."""
+        stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if self.is_cut and stream is not None and stream.ndim > 2:
+            self.length = getattr(stream, LENGTH, None) or stream.shape[1]
+        if self.is_watched and self.length not in self._plans:
+            plan = _Plan(whole_draws(self.twin, args, kwargs, LENGTH))
+            self._plans[self.length] = plan
+            self._draws = not plan.whole.is_complete or bool(plan.whole.shapes)
+            self.is_watched = self._draws
+
+    @contextmanager
+    def watching(self, name: str, place: int) -> Generator[None, None, None]:
+        """Draws are cut within this context, from the one at ``place`` on."""
+        self.place = place
+        if self._is_running:  # in a recomputation: its context, and what wraps the block
+            yield
+            return
+        self._is_running = True
+        try:
+            with _Watch(self, name):
+                yield
+        finally:
+            self._is_running = False
+        self.is_watched = self.is_cut or not self._plans[self.length].is_whole
+
+    @contextmanager
+    def unwatched(self) -> Generator[None, None, None]:
+        """Nothing in the block draws in slices. If it does all the same (dropout was switched on meanwhile), ranks go
+        on together, and the next pass is watched.
+        """
+        before = generator_states()
+        yield
+        if not self._draws and any(not torch.equal(x, y) for x, y in zip(before, generator_states(), strict=False)):
+            restore_generators(before)
+            torch.randint(2, ())
+            self._plans, self.is_watched = {}, True
+
+    def draw(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Carries out one operation that draws."""
+        local = shape_of_draw(args)
+        cut = self._cut_of(local)
+        self.place += 1
+        if cut == _WHOLE:
+            return func(*args, **kwargs)
+        if not isinstance(cut, _Cut):
+            warn_once(_cannot_tell(name, func, local))
+            with drawing_aside(_WHOLE):
+                return func(*args, **kwargs)
+        if (result := _whole_and_cut(cut, func, args, kwargs, local)) is not None:
+            return result
+        with drawing_aside(self.group.rank()):
+            return func(*args, **kwargs)
+
+    def _cut_of(self, local: torch.Size) -> _Cut | str:
+        plan, place = self._plans[self.length], self.place
+        if place >= len(plan.whole.shapes):
+            return _UNKNOWN
+        if place not in plan.cuts:
+            plan.cuts[place] = _compare(plan.whole.shapes[place], local, plan.whole.rows, self.group)
+        cut = plan.cuts[place]
+        return _UNKNOWN if isinstance(cut, _Cut) and not cut.fits(local) else cut
+
+
+class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, draws: _BlockDraws, name: str) -> None:
+        super().__init__()
+        self._draws, self._name = draws, name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_draw(func, args):
+            return self._draws.draw(self._name, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _whole_and_cut(cut: _Cut, func: Any, args: tuple, kwargs: dict[str, Any], local: torch.Size) -> Tensor | None:
+    """What one process draws, cut; ``None`` where that is dear (on a device), or depends on values that are cut."""
+    first, *others = args
+    device = first.device if isinstance(first, Tensor) else torch.device(kwargs.get("device") or "cpu")
+    in_place = func._schema.name.endswith("_")
+    like = isinstance(first, Tensor) and (in_place or "_like" in func._schema.name)
+    if device.type != "cpu" or any(isinstance(x, Tensor) for x in others) or (isinstance(first, Tensor) and not like):
+        return None
+    shape = cut.undo(local)
+    drawn = func(_empty_as(first, shape) if like else shape, *others, **kwargs)
+    return first.copy_(cut.of(drawn)) if in_place else cut.of(drawn).contiguous()
+
+
+def _empty_as(like: Tensor, shape: list[int]) -> Tensor:
+    """Memory in the order of ``like``: numbers are drawn in the order of memory."""
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    empty = torch.empty([shape[i] for i in order], dtype=like.dtype, device=like.device)
+    return empty.permute([order.index(i) for i in range(like.ndim)])
+
+
+def _cannot_tell(name: str, func: Any, local: torch.Size) -> str:
+    return (
+        f"{func} draws numbers of shape {list(local)} in a {name}, and whether these are slices over tp is not known, "
+        "since the block cannot run without values up to there: all ranks of tp draw the same numbers, which is right "
+        "for whole values and correlates those of slices"
+    )

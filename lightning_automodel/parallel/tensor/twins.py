@@ -1,0 +1,129 @@
+"""What a block would draw on one process: its twin, whole and without memory, runs on meta and notes the shapes."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from lightning_automodel._compat import TorchDispatchMode
+from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
+from lightning_automodel.parallel.activation_checkpoint import without_cache
+
+
+def twin_of(block: nn.Module) -> nn.Module:
+    """Returns a copy of a ``block`` that is whole, on the meta device. It keeps none of its hooks."""
+    memo: dict[int, Any] = {}
+    for module in block.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _meta(tensor)
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and id(config) not in memo:
+            memo[id(config)] = _config(config)
+    twin = copy.deepcopy(block, memo)
+    for module in twin.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return twin
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeDraws:
+    """What a block draws on one process.
+
+    Attributes:
+        shapes: of the draws, in order.
+        is_complete: there are no others; else the twin could not go on.
+        rows: of the batch.
+    """
+
+    shapes: list[torch.Size]
+    is_complete: bool
+    rows: int
+
+
+def whole_draws(twin: nn.Module, args: tuple, kwargs: dict[str, Any], length: str) -> WholeDraws:
+    """Calls ``twin`` on meta, as far as it runs without values.
+
+    Args:
+        twin: from :func:`twin_of`.
+        args: of the block; and so the next.
+        kwargs: a cache among them is left out.
+        length: the attribute of a slice that says how long the whole is.
+    """
+    args, kwargs = _on_meta(args, length), _on_meta(without_cache(kwargs), length)
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):  # for kernels that the twin does not use
+        kwargs["attention_mask"] = None
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim), None)
+    rows = 1 if first is None else first.shape[0]
+    noted, states, is_complete = _Note(), generator_states(), True
+    try:
+        with torch.no_grad(), noted:
+            twin.train()(*args, **kwargs)
+    except Exception:  # experts look at values, kernels at memory: what came before is known all the same
+        is_complete = False
+    finally:
+        restore_generators(states)
+    return WholeDraws(shapes=noted.shapes, is_complete=is_complete, rows=rows)
+
+
+def _on_meta(value: Any, length: str) -> Any:
+    """``value`` with tensors of the same shapes on meta; a slice of the sequence is as long as the whole."""
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if (whole := getattr(value, length, None)) is not None:
+            shape[1] = whole
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        return {key: _on_meta(x, length) for key, x in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_on_meta(x, length) for x in value)
+    return value
+
+
+def shape_of_draw(args: Sequence[Any]) -> torch.Size:
+    """Returns the shape of what an operation draws that is called with ``args``; of attention, that of its weights."""
+    first = args[0]
+    if not isinstance(first, Tensor):
+        return torch.Size(first)
+    if len(args) > 2 and isinstance(args[1], Tensor) and isinstance(args[2], Tensor) and first.ndim == 4:
+        return torch.Size((*first.shape[:-1], args[1].shape[-2]))
+    return first.shape
+
+
+def is_draw(operation: Any, args: Sequence[Any]) -> bool:
+    """Tells whether ``operation`` draws from the default generators."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and bool(args)
+
+
+class _Note(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_draw(func, args):
+            self.shapes.append(shape_of_draw(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Kernels that need memory are not for meta; what they drop is as large as what torch's drops."""
+    own = copy.deepcopy(config)
+    if getattr(own, "_attn_implementation", None) not in (None, "eager", "sdpa"):
+        own._attn_implementation = "sdpa"
+    if getattr(own, "_experts_implementation", None) is not None:
+        own._experts_implementation = "batched_mm"  # the only one that looks at no values, for all dtypes
+    return own

@@ -1,0 +1,108 @@
+"""Which modules compute with a number of heads: where a rank has its share of the heads, it must count its share only.
+
+Most attention modules ask the width of a projection for the number of heads (``view(batch, seq, -1, head_dim)``), and
+work on slices as they are. Others read an attribute. With ``view(batch, -1, num_heads, head_dim)`` slices would even
+run, and mix the tokens of a sequence.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
+
+from torch import nn
+
+from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.modules.structure import class_names
+from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS, Style
+
+LEVELS = 2
+"""How far above a projection its attention module is: ``self_attn.q_proj``, or ``self_attn.q_proj.linear``."""
+
+
+def head_counts(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, Style], blocks: Mapping[str, nn.Module], tp: int
+) -> dict[str, dict[str, int]]:
+    """Computes a rank's share of each attribute that counts heads, for the modules whose projections are split.
+
+    Args:
+        modules: all modules of the model by name.
+        parameters: the style of each parameter that has one.
+        blocks: the repeated blocks, whose other children are not looked at.
+        tp: number of ranks.
+
+    Raises:
+        ValueError: if a module reads the number from its config, where other modules see it too.
+    """
+    shares: dict[str, dict[str, int]] = {}
+    for name, style in parameters.items():
+        if not style.opens or name.count(".") < 2:
+            continue
+        for above in _above(name.rpartition(".")[0], blocks):
+            counts = _used_counts(modules[above])
+            if counts:
+                shares[above] = {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
+                break
+            _check_config(above, modules[above], name)
+    return shares
+
+
+def share(attribute: str, count: int, tp: int) -> int:
+    """Heads of one rank; with more ranks than key/value heads, several ranks use one of them."""
+    return max(count // tp, 1) if attribute in KEY_VALUE_HEADS else count // tp
+
+
+def counts_of(module: nn.Module) -> dict[str, int]:
+    """Reads the attributes of a module that count heads."""
+    found = {attribute: getattr(module, attribute, None) for attribute in HEADS}
+    return {attribute: n for attribute, n in found.items() if isinstance(n, int) and not isinstance(n, bool)}
+
+
+def _above(projection: str, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yields the modules that may compute with what a projection gives, the nearest first, up to its block."""
+    name = projection
+    for level in range(LEVELS):
+        name = name.rpartition(".")[0]
+        if not name or (name in blocks and level > 0):
+            return
+        yield name
+        if name in blocks:
+            return
+
+
+def _used_counts(module: nn.Module) -> dict[str, int]:
+    used = names_in_code(module)
+    found = {attribute: count for attribute, count in counts_of(module).items() if attribute in used}
+    if found:
+        log_once(f"{class_names(module)[0]}: its code counts heads by {', '.join(found)}")
+    return found
+
+
+def _check_config(name: str, module: nn.Module, parameter: str) -> None:
+    used = names_in_code(module) & set(HEADS)
+    config = getattr(module, "config", None)
+    read = [attribute for attribute in HEADS if attribute in used and isinstance(getattr(config, attribute, None), int)]
+    if read and not hasattr(module, read[0]):
+        raise ValueError(
+            f"the tensor-parallel plan splits {wildcard(parameter)}, so a rank has its share of the heads, but the "
+            f"code of {wildcard(name)} ({type(module).__name__}) reads config.{read[0]}, which counts all of them; "
+            f"keep the number in an attribute of the module ({', '.join(HEADS)}), or leave its projections out of the "
+            "plan"
+        )
+
+
+def names_in_code(module: nn.Module) -> set[str]:
+    """Lists attributes and functions named in the methods of a module's class, its constructor apart."""
+    names: set[str] = set()
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] == "torch" or kind is object:
+            continue
+        for method in vars(kind).values():
+            if inspect.isfunction(method) and method.__name__ != "__init__":
+                names |= _names(inspect.unwrap(method).__code__)
+    return names
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))

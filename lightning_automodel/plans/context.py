@@ -1,0 +1,253 @@
+"""Which parts of a block let tokens meet, and where: what context parallelism does about each. Pure functions.
+
+::
+
+    a child of a block        takes the stream alone, no convolution, no attention below it   TOKENWISE  as it is
+                              attention of transformers' registry, and nothing else           ATTENTION  on its own rows
+                              anything else (recurrent, convolutions, indexers, unknown)      GATHERED   whole sequence
+
+What is not proven to work on rows sees the whole sequence, which is exact, and costs memory and time.
+"""
+
+import ast
+import dis
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
+from lightning_automodel.plans.additions import MIXES_TOKENS
+from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+ROWS_OF_ATTENTION = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
+"""Arguments of an attention module that hold a row for each query."""
+_STATES = ("past_key_values", "layer_past", "use_cache", "output_attentions", "shared_kv_states")
+_POSITIONS = {"position_embeddings", "position_ids"}
+_BESIDE = {"residual", "input_tensor", *STREAM_ARGUMENTS}
+_ARGUMENTS_OF_BLOCKS = {*STREAM_ARGUMENTS, *ROWS_OF_ATTENTION, *_STATES, "input_ids", "token_type_ids"}
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+_SHAPES = {"view", "reshape"}
+_PASSING = {
+    *("last_hidden_state", "hidden_states", "attentions", "past_key_values", "router_logits", "rope_deltas"),
+    *("image_hidden_states", "audio_hidden_states", "shared_kv_states", "to_tuple", "get", "config", "get_text_config"),
+    *("text_config", "loss_function", "vocab_size", "slice_logits_to_keep", "isinstance", "int", "slice"),
+    *("final_logit_softcapping", "logits_scaling", "logit_scale", "logit_softcap", "logits_mup_width_multiplier"),
+    *("unpadded_vocab_size", "torch", "tanh", "float", "math", "sqrt", "to", "device", "dtype", "weight", "shape"),
+    *("num_experts", "num_experts_per_tok", "num_local_experts", "router_aux_loss_coef", "load_balancing_loss_func"),
+    "warnings",
+}
+"""What a model may name after it has called the model inside of it, if hidden states of single rows are to go to the
+head: it hands on, scales and compares; it looks at no position."""
+
+
+class Kind(Enum):
+    """What context parallelism does about a module."""
+
+    TOKENWISE = "tokenwise"
+    ATTENTION = "attention"
+    GATHERED = "gathered"
+
+
+@dataclass
+class BlockList:
+    """One list of blocks that runs on rows.
+
+    Attributes:
+        blocks: names, in order.
+        gathered_after: names of the blocks behind which the model computes with the whole stream.
+        holder: name of the model whose forward pass runs the blocks.
+    """
+
+    blocks: list[str]
+    gathered_after: set[str]
+    holder: str
+
+
+@dataclass
+class ContextLayout:
+    """Context parallelism of a model.
+
+    Attributes:
+        lists: of blocks.
+        gathered_blocks: names of the blocks that see the whole sequence themselves.
+        children: by name, what a child of the other blocks needs; token-wise ones are not among them.
+        holders: names of the models whose forward pass runs blocks.
+        models: names of all models around blocks, the outermost first, and whether rows may leave what it calls.
+    """
+
+    lists: list[BlockList] = field(default_factory=list)
+    gathered_blocks: set[str] = field(default_factory=set)
+    children: dict[str, Kind] = field(default_factory=dict)
+    models: dict[str, bool] = field(default_factory=dict)
+
+    def attention_of(self, block: str) -> list[str]:
+        """Names of the attention modules of a block that work on rows."""
+        return [n for n, kind in self.children.items() if kind is Kind.ATTENTION and n.startswith(f"{block}.")]
+
+    @property
+    def holders(self) -> list[str]:
+        """Names of the models whose forward pass runs blocks."""
+        return list(dict.fromkeys(entry.holder for entry in self.lists))
+
+    @property
+    def gathered(self) -> list[str]:
+        """Names of all that sees the whole sequence."""
+        return [*self.gathered_blocks, *(n for n, kind in self.children.items() if kind is Kind.GATHERED)]
+
+
+def derive_context_layout(model: nn.Module) -> ContextLayout:
+    """Find the blocks of ``model`` that can run on rows, and what each child needs.
+
+    Towers (vision, audio) are left whole, and so are encoders with decoders: what the one gives is not a row of the
+    other.
+    """
+    layout = ContextLayout()
+    config = getattr(model, "config", None)
+    if not isinstance(model, PreTrainedModel) or getattr(config, "is_encoder_decoder", False):
+        return layout
+    towers = list(find_towers(model))
+    lists: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, block in find_blocks(model).items():
+        if outermost(towers, name) is None and not names_of(block) & {REGISTRY}:
+            lists.setdefault(name.rpartition(".")[0], []).append((name, block))
+    for list_name, members in lists.items():
+        _add_list(layout, model, list_name, dict(members))
+    for name in layout.holders:
+        _add_models(layout, model, name)
+    return layout
+
+
+def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: dict[str, nn.Module]) -> None:
+    parent = list_name.rpartition(".")[0]
+    holder = _model_around(model, parent)
+    names = list(blocks)
+    above = model.get_submodule(parent)
+    after = set(names) if computes_between_blocks(above) else set()
+    if names_of(above) & _SHAPES or parent != holder:  # what follows is not only a norm
+        after.add(names[-1])
+    layout.lists.append(BlockList(names, after, holder))
+    for name, block in blocks.items():
+        unknown = set(ordered_arguments(block)[1:]) - _ARGUMENTS_OF_BLOCKS
+        if not unknown <= handed_to_children(block):
+            layout.gathered_blocks.add(name)
+            continue
+        layout.children |= _kinds_of_children(block, name)
+
+
+def _kinds_of_children(block: nn.Module, name: str) -> dict[str, Kind]:
+    """Returns a mask enters a block either whole or as rows: attention is gathered beside a gathered child that takes
+    masks.
+    """
+    children = dict(_children(block, name))
+    kinds: dict[str, Kind] = {
+        child_name: kind for child_name, child in children.items() if (kind := kind_of(child)) is not Kind.TOKENWISE
+    }
+    gathered = [children[child_name] for child_name, kind in kinds.items() if kind is Kind.GATHERED]
+    if any(set(ordered_arguments(child)) & set(ROWS_OF_ATTENTION) for child in gathered):
+        return {child_name: Kind.GATHERED for child_name in kinds}
+    return kinds
+
+
+def _add_models(layout: ContextLayout, model: nn.Module, holder: str) -> None:
+    """Each model around a holder, and whether it does nothing with the hidden states but hand them on to the head."""
+    parts = holder.split(".") if holder else []
+    around = [".".join(parts[:i]) for i in range(len(parts))]
+    models = [n for n in around if isinstance(model.get_submodule(n), PreTrainedModel)]
+    for outer, inner in zip(models, [*models[1:], holder], strict=True):
+        attribute = (inner[len(outer) :].lstrip(".")).split(".")[0]
+        layout.models[outer] = layout.models.get(outer, True) and hands_on(model.get_submodule(outer), attribute)
+    layout.models.setdefault(holder, True)
+
+
+def hands_on(model: nn.Module, inner: str) -> bool:
+    """Tells whether all that the forward pass of ``model`` names after its attribute ``inner`` treats rows alone."""
+    names: list[str] = []
+    found = False
+    for instruction in dis.get_instructions(inspect.unwrap(type(model).forward)):
+        name = instruction.argval
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
+            if name == inner:
+                names, found = [], True
+            else:
+                names.append(name)
+    head = {name for name, child in model.named_children() if child is _head(model)}
+    return found and all(n in _PASSING or n in head or n.endswith(("Output", "WithPast")) for n in names)
+
+
+def handed_to_children(block: nn.Module) -> set[str]:
+    """Names of the arguments that the forward pass of ``block`` does nothing with but call its children with them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(block).forward))))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    handed: list[str] = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(owner, ast.Name) and owner.id == "self":
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            handed += [value.id for value in values if isinstance(value, ast.Name)]
+    return {name for name in ordered_arguments(block) if names.count(name) == handed.count(name)}
+
+
+def _head(model: nn.Module) -> Any:
+    return model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+
+
+def _model_around(model: nn.Module, name: str) -> str:
+    while not isinstance(model.get_submodule(name), PreTrainedModel):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}"
+        if isinstance(child, CONTAINERS):
+            yield from _children(child, full)
+        else:
+            yield full, child
+
+
+# ---- kinds of children -----------------------------------------------------------------------------------------------
+
+
+def kind_of(child: nn.Module) -> Kind:
+    """What a child of a block needs."""
+    if not _meets_tokens(child):
+        return Kind.TOKENWISE
+    names = class_names(child)
+    inner = any(_meets_tokens(module) for name, module in child.named_modules() if name)
+    if REGISTRY not in names_of(child) or inner or any(name in MIXES_TOKENS for name in names):
+        return Kind.GATHERED
+    arguments = set(ordered_arguments(child)[1:])
+    known = arguments <= {*ROWS_OF_ATTENTION, *_STATES}
+    placed = bool(arguments & _POSITIONS) or "arange" not in names_of(child)
+    return Kind.ATTENTION if known and placed else Kind.GATHERED
+
+
+def _meets_tokens(module: nn.Module) -> bool:
+    """Tells whether tokens may meet: token-wise is what takes the stream alone, and holds nothing that mixes."""
+    if set(ordered_arguments(module)[1:]) - _BESIDE:
+        return True
+    return any(isinstance(inner, _MIXING) or REGISTRY in names_of(inner) for inner in module.modules())
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """Names that the code of the module's forward uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set(code.co_names) if code else set()
+
+
+def ordered_arguments(module: nn.Module) -> list[str]:
+    """Names of the arguments of a module's forward, without ``*args`` and ``**kwargs``."""
+    parameters = inspect.signature(type(module).forward).parameters
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, p in parameters.items() if p.kind not in kinds][1:]

@@ -1,0 +1,1 @@
+"""What Lightning saves and loads, through ``checkpointing``."""

@@ -1,0 +1,158 @@
+"""Lightning's ``WeightAveraging`` and ``EMAWeightAveraging`` on sharded weights: each rank averages what it holds.
+
+Lightning copies the whole module before it is sharded. Under our strategies a callback of these classes is given, for
+the length of a run, methods that keep the average as tensors beside the module's own, in the same layout. Its
+arguments, its schedule (``should_update``) and its entries in a checkpoint stay what they are.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_automodel._compat.dtensor import dtensor_like
+from lightning_automodel.checkpointing.dcp import fetch
+from lightning_automodel.checkpointing.folder import CURRENT
+from lightning_automodel.checkpointing.states import model_state, named_state
+from lightning_automodel.distributed.shards import local_tensor
+from lightning_automodel.parallel.fsdp2 import reshard
+
+_COUNTS = "averaging_state"
+
+
+class ShardedAveraging(WeightAveraging):
+    """What takes the place of the methods of a ``WeightAveraging`` callback."""
+
+    _saved: Mapping[str, Any] | None = None
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Does nothing: :meth:`begin` follows when the module is sharded."""
+
+    def begin(self, module: "pl.LightningModule") -> None:
+        """Starts from the module's weights, or from what a checkpoint holds."""
+        device = self._device or module.device
+        self._average_model = AveragedModel(
+            _Parts(_Held(module)), device, use_buffers=self._use_buffers, **self._kwargs
+        )
+        if self._saved is not None:
+            self._restore(module, self._saved)
+            self._saved = None
+
+    def _restore(self, module: nn.Module, saved: Mapping[str, Any]) -> None:
+        assert self._average_model is not None
+        averages = self._averages(module)
+        fetch([(average, saved["state_dict"][name]) for name, average in averages.items()])
+        by_id = {id(value): averages[name] for name, value in named_state(module).items() if name in averages}
+        parts = self._average_model.module
+        for original, part in zip(_tensors(module), _tensors(parts), strict=True):
+            if id(original) in by_id:
+                part.data.copy_(local_tensor(by_id[id(original)]))
+        count = saved[_COUNTS]["n_averaged"]
+        self._average_model.n_averaged.copy_(count if isinstance(count, Tensor) else count.load())
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Makes the average the checkpoint's weights, as without sharding."""
+        if self._average_model is not None:
+            checkpoint[CURRENT] = checkpoint["state_dict"]
+            averages = self._averages(pl_module)
+            checkpoint["state_dict"] = trainer.strategy.state_part(  # type: ignore[attr-defined]
+                {name: averages.get(name, value) for name, value in model_state(pl_module).items()}
+            )
+            checkpoint[_COUNTS] = {"n_averaged": self._average_model.n_averaged}
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Restores, while fitting, the weights that were being trained."""
+        if trainer.state.fn == "fit" and CURRENT in checkpoint and _COUNTS in checkpoint:
+            self._saved = {"state_dict": checkpoint["state_dict"], _COUNTS: checkpoint[_COUNTS]}
+            checkpoint["state_dict"] = checkpoint[CURRENT]
+
+    def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any) -> None:
+        """Updates the average when ``should_update`` says so."""
+        super().on_train_batch_end(trainer, _Held(pl_module), *args)  # type: ignore[arg-type]
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Updates the average when ``should_update`` says so."""
+        super().on_train_epoch_end(trainer, _Held(pl_module))  # type: ignore[arg-type]
+
+    def _swap_models(self, pl_module: "pl.LightningModule") -> None:
+        super()._swap_models(_Held(pl_module))  # type: ignore[arg-type]
+
+    def _copy_average_to_current(self, pl_module: "pl.LightningModule") -> None:
+        super()._copy_average_to_current(_Held(pl_module))  # type: ignore[arg-type]
+
+    def _averages(self, module: nn.Module) -> dict[str, Tensor]:
+        """Lists the average of each parameter and persistent buffer, sharded as the module's."""
+        assert self._average_model is not None
+        pairs = zip(_tensors(module), _tensors(self._average_model.module), strict=True)
+        average = {id(original): _as(original, part) for original, part in pairs}
+        return {name: average[id(value)] for name, value in named_state(module).items() if id(value) in average}
+
+
+class _Held:
+    """A rank's own memory of the parameters and buffers of a module, looked up when it is asked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Lists local tensors, in the module's order."""
+        reshard(self.module)
+        return (local_tensor(parameter) for parameter in self.module.parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Lists buffers, in the module's order."""
+        return self.module.buffers()
+
+
+class _Parts(nn.Module):
+    """The same as a module, which can be copied."""
+
+    def __init__(self, held: _Held) -> None:
+        super().__init__()
+        for i, parameter in enumerate(held.parameters()):
+            self.register_parameter(f"parameter{i}", nn.Parameter(parameter, requires_grad=False))
+        for i, buffer in enumerate(held.buffers()):
+            self.register_buffer(f"buffer{i}", buffer)
+
+
+def adapt(callbacks: list[Any]) -> None:
+    """Gives every ``WeightAveraging`` callback the methods of :class:`ShardedAveraging`."""
+    for callback in callbacks:
+        kind = type(callback)
+        if isinstance(callback, WeightAveraging) and not isinstance(callback, ShardedAveraging):
+            names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # its key in a checkpoint
+            callback.__class__ = type(kind.__name__, (ShardedAveraging, kind), names)
+
+
+def restore(callbacks: list[Any]) -> None:
+    """Takes back what :func:`adapt` did."""
+    for callback in callbacks:
+        if isinstance(callback, ShardedAveraging):
+            callback.__class__ = type(callback).__mro__[2]
+
+
+def begin(callbacks: list[Any], module: "pl.LightningModule") -> None:
+    """Starts the averages of a run."""
+    for callback in callbacks:
+        if isinstance(callback, ShardedAveraging):
+            callback.begin(module)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _as(original: Tensor, local: Tensor) -> Tensor:
+    local = local.detach()
+    if not isinstance(original, DTensor):
+        return local
+    return dtensor_like(local.to(original.device), original)

@@ -1,0 +1,113 @@
+"""What ``ckpt_path="last"`` means: the newest checkpoint that is complete.
+
+Lightning looks for files called ``last``. A link of that name leads nowhere while what it names is written in the
+background, or when the process ends between the removal of one checkpoint and the next link; then it would start anew.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_automodel._compat.lightning import (
+    checkpoint_folder,
+    checkpoint_path_of,
+    replace_checkpoint_path,
+    starts_from_last,
+)
+from lightning_automodel.checkpointing.folder import METADATA
+from lightning_automodel.checkpointing.integrity import verify
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.logs import warn_once
+
+
+def find_last(trainer: "pl.Trainer", found: str | Path | None) -> str | Path | None:
+    """Finds the path to start from.
+
+    Args:
+        trainer: whose ``ModelCheckpoint(save_last=...)`` say in which folders to look.
+        found: what Lightning has found. It stands unless there is something newer.
+    """
+    times: dict[str, datetime] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last and not callback.save_weights_only:
+            folder = Location.of(checkpoint_folder(callback, trainer))
+            times.update({str(path): time for path, time in _complete_ones(folder, callback.FILE_EXTENSION)})
+    newest = max(times, key=times.__getitem__, default=None)
+    time_found = None if found is None else _completed(Location.of(found))
+    if newest is None or (time_found is not None and time_found >= times[newest]):
+        return found
+    return newest
+
+
+class Replacement:
+    """The checkpoint that a run starts from in place of a damaged one, if it was asked for the last."""
+
+    def __init__(self) -> None:
+        self._sound: dict[str, Location] = {}
+
+    def find(self, trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None:
+        """Looks for a sound checkpoint, before anything is read of the one that was chosen. Collective.
+
+        Args:
+            trainer: whose call has chosen.
+            broadcast: gives every rank what rank 0 has.
+
+        Raises:
+            ValueError: if all are damaged.
+        """
+        path = checkpoint_path_of(trainer)
+        if path is not None and starts_from_last(trainer) and Location.of(path).exists():
+            self._sound[str(path)] = sound = newest_sound(Location.of(path), broadcast)
+            replace_checkpoint_path(trainer, str(sound))
+
+    def get(self, path: Location) -> tuple[Location, bool]:
+        """What to read for ``path``, and whether it is known to be sound."""
+        return self._sound.get(str(path), path), str(path) in self._sound
+
+
+def newest_sound(path: Location, broadcast: Callable[[Any], Any]) -> Location:
+    """Return ``path``, or the newest complete checkpoint beside it that is not damaged, with a warning. Collective.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    damaged: list[Location] = []
+    candidate = Location.of(path.resolved()) if path.is_link() else path
+    while True:
+        try:
+            verify(candidate)
+            return candidate
+        except ValueError as error:
+            damaged.append(candidate)
+            other = broadcast(newest_beside(path, damaged))
+            if other is None:
+                raise
+            warn_once(f"{str(error).partition('. Nothing')[0]}; ckpt_path='last' goes on from {other}, which is older")
+            candidate = other
+
+
+def newest_beside(path: Location, others: Sequence[Location] = ()) -> Location | None:
+    """Finds the newest complete checkpoint in the folder of ``path`` that is not ``path`` itself, by whatever name.
+    whatever name.
+    """
+    known = {each.resolved() for each in (path, *others)}
+    found = [(time, other) for other, time in _complete_ones(path.parent, PurePosixPath(path.name).suffix)]
+    found = [(time, other) for time, other in found if not other.is_link() and other.resolved() not in known]
+    return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _complete_ones(folder: Location, extension: str) -> Iterator[tuple[Location, datetime]]:
+    for name in folder.names() if folder.is_folder() else []:
+        time = _completed(folder / name) if name.endswith(extension) else None
+        if time is not None:
+            yield folder / name, time
+
+
+def _completed(path: Location) -> datetime | None:
+    """Returns when the checkpoint was completed; ``None`` for what is none."""
+    content = path / METADATA if path.is_folder() else path
+    return content.modified() if content.is_file() else None

@@ -1,0 +1,240 @@
+"""Which samples a data rank sees: shares of samplers and of iterable datasets, the same on all ranks of a TP group.
+
+====================  ====================================  ==================================
+dataset               training                              evaluation
+====================  ====================================  ==================================
+map-style             equal shares, what remains is left    every sample once
+                      out until the next shuffle
+iterable              equal shares, an incomplete round of  every sample once
+                      samples is dropped
+iterable that         untouched                             untouched
+shards itself
+====================  ====================================  ==================================
+
+With ``Trainer(use_distributed_sampler=False)``, and for loaders that are no ``DataLoader``, the user divides the
+samples, by ``strategy.data_rank`` of ``strategy.data_size``.
+"""
+
+import copy
+import os
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from typing_extensions import override
+
+from lightning_automodel._compat.lightning import (
+    add_worker_init_fn,
+    overfits,
+    replace_sampler_choice,
+    uses_distributed_sampler,
+)
+
+
+class ShareOfStream(IterableDataset):
+    """Every ``size``-th sample of an iterable dataset, from number ``rank`` on.
+
+    Every rank reads the whole stream, which must be the same on all of them. A dataset that reads its own part only
+    says so by an attribute ``sharded_by_data_rank = True``, and is left alone; so is what Hugging Face's
+    ``split_dataset_by_node`` returns.
+
+    Attributes of the dataset are read and set through its share, for worker functions and states.
+
+    Args:
+        dataset: the stream; in a worker process, that worker's part of it.
+        rank: number of this share.
+        size: number of shares.
+        drop_last: shares end together, so that no rank waits for another one's last batch.
+        seen: samples at the beginning that are nobody's.
+    """
+
+    def __init__(self, dataset: IterableDataset, rank: int, size: int, drop_last: bool, seen: int = 0) -> None:
+        vars(self).update(dataset=dataset, rank=rank, size=size, drop_last=drop_last, seen=seen)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        for _ in range(self.seen):  # when the iteration begins, not with its first sample
+            next(samples, None)
+        return self._divided(samples)
+
+    def _divided(self, samples: Iterator[Any]) -> Iterator[Any]:
+        seen = 0
+        for seen, sample in enumerate(samples, start=1):
+            position = (seen - 1) % self.size
+            if position == self.rank:
+                mine = sample
+            if position == self.size - 1:  # not earlier: the round may be incomplete
+                yield mine
+        if seen % self.size > self.rank and not self.drop_last:
+            yield mine
+
+    def __len__(self) -> int:
+        samples = max(len(self.dataset) - self.seen, 0)
+        return samples // self.size if self.drop_last else len(range(self.rank, samples, self.size))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
+
+
+class SharedOrder(DistributedSamplerWrapper):
+    """A share of a sampler that may draw at random: all ranks draw the same order, of which each takes its share."""
+
+    @override
+    def __iter__(self) -> Iterator:
+        with isolate_rng(include_cuda=False):
+            seed = self.seed + self.epoch
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            return super().__iter__()
+
+
+class LengthlessLoader:
+    """A loader that does not tell its length: Lightning refuses, or leaves out, a rank whose length is 0."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def install_samplers(trainer: "pl.Trainer", sampler_kwargs: dict[str, Any]) -> None:
+    """Lets this module choose the sampler wherever Lightning injects one.
+
+    Args:
+        trainer: whose loaders are prepared.
+        sampler_kwargs: ``num_replicas`` and ``rank`` of this data rank.
+    """
+
+    def choose(dataloader: DataLoader, shuffle: bool, mode: RunningStage | None) -> DistributedSampler:
+        # Trainer shuffles all training data that it shards; one device would see it in the order that the user gave.
+        in_order = isinstance(dataloader.sampler, SequentialSampler) or overfits(trainer)
+        return share_of_sampler(
+            dataloader,
+            shuffle=shuffle and not in_order,
+            equal=mode == RunningStage.TRAINING,
+            **sampler_kwargs,
+        )
+
+    replace_sampler_choice(trainer, choose)
+
+
+def share_of_sampler(
+    dataloader: DataLoader, *, shuffle: bool, equal: bool, num_replicas: int, rank: int
+) -> DistributedSampler:
+    """Makes the sampler of one data rank.
+
+    Args:
+        dataloader: with the sampler of one device.
+        shuffle: in an order that depends on ``seed_everything`` and the epoch.
+        equal: all shares are equally long, so that no rank waits for another one's last batch. No sample is drawn
+            twice, unless there are fewer samples than shares.
+        num_replicas: number of shares.
+        rank: number of this share.
+    """
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    settings: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "shuffle": shuffle, "seed": seed}
+    source: Any
+    sampler_class: type[DistributedSampler]
+    if isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
+        source, sampler_class = dataloader.dataset, DistributedSampler
+    else:
+        source, sampler_class = dataloader.sampler, SharedOrder
+    sampler = sampler_class(source, **settings, drop_last=equal and len(source) >= num_replicas)
+    if not equal:
+        assert isinstance(sampler.dataset, Sized)
+        sampler.total_size = len(sampler.dataset)
+        sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
+    return sampler
+
+
+def process_dataloader(loader: object, trainer: "pl.Trainer", rank: int, size: int, group: ProcessGroup) -> object:
+    """Checks and completes a loader, after samplers are in place. Collective over ``group`` in evaluation.
+
+    Args:
+        loader: what the user passed or returned.
+        trainer: in the stage that the loader is for.
+        rank: of this process among the data ranks.
+        size: number of data ranks.
+        group: the data ranks.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    add_worker_init_fn(loader, rank)  # before Lightning does, by the global rank: a TP group must augment alike
+    if size == 1:
+        return loader
+    if uses_distributed_sampler(trainer) and has_iterable_dataset(loader) and not divides_itself(loader.dataset):
+        loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
+    return loader if trainer.training else _without_length_if_empty(loader, group)
+
+
+def share_of_loader(loader: DataLoader, rank: int, size: int, drop_last: bool, seen: int = 0) -> DataLoader:
+    """Makes a loader with the class and all attributes of ``loader``, over a share of its iterable dataset."""
+    shared = copy.copy(loader)
+    stream = loader.dataset.dataset if isinstance(loader.dataset, ShareOfStream) else loader.dataset
+    assert isinstance(stream, IterableDataset)
+    dataset = ShareOfStream(stream, rank, size, drop_last, seen)
+    # DataLoader refuses a new dataset, since its samplers would be of the old one; streams have none.
+    vars(shared).update(dataset=dataset, _iterator=None)
+    return shared
+
+
+def check_training_lengths(batches: int | float, device: torch.device) -> None:
+    """Compares the number of training batches of all ranks, which take every step together. Collective.
+
+    Args:
+        batches: of an epoch on this rank; ``inf`` if unknown.
+        device: that the process group communicates on.
+
+    Raises:
+        ValueError: on every rank, with the counts.
+    """
+    mine = torch.tensor(-1 if batches == float("inf") else int(batches), device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    counts = [int(count) for count in gathered]
+    if len(set(counts)) > 1:
+        shown = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(counts))
+        usable = min((n for n in counts if n > 0), default=1)
+        raise ValueError(
+            f"the ranks have different numbers of training batches ({shown}), but every rank takes part in every step; "
+            f"give all data ranks equally many, or use Trainer(limit_train_batches={usable})"
+        )
+
+
+def divides_itself(dataset: object) -> bool:
+    """Tells whether an iterable dataset takes its own share, by ``sharded_by_data_rank`` or
+    ``split_dataset_by_node``.
+    """
+    # Hugging Face's IterableDataset remembers split_dataset_by_node in `_distributed`.
+    return bool(getattr(dataset, "sharded_by_data_rank", False)) or getattr(dataset, "_distributed", None) is not None
+
+
+def _without_length_if_empty(loader: DataLoader, group: ProcessGroup) -> object:
+    length = sized_len(loader)
+    if length is None:
+        return loader
+    lengths: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lengths, length, group=group)
+    return LengthlessLoader(loader) if min(lengths) == 0 < max(lengths) else loader

@@ -1,0 +1,292 @@
+"""Goes on in an epoch behind the samples that were trained on, for loaders that keep no position of their own.
+
+A checkpoint says how many batches of the epoch are through, and what a batch was: samples per data rank, data ranks,
+workers. From that follow the samples of all data ranks together, and what is left for other sizes of the same::
+
+    seen = 3 batches x 2 samples x 2 data ranks = 12        order of the epoch: 0 1 2 ... 11 | 12 13 14 15
+    now 4 data ranks, 1 sample each                         next batch:         rank 0: 12, rank 1: 13, rank 2: 14, ...
+
+====================================================  ==============================================================
+training loader                                       goes on
+====================================================  ==============================================================
+map-style, with the sampler that the trainer put in   behind the samples, which are not read again
+iterable, divided by the trainer, up to one worker    behind the samples, which are read and dropped
+iterable, more workers; an order or a division of     behind as many batches, if batch size, data ranks and workers
+the user's own that is the same in every run          are those of the checkpoint; else about there, with a warning
+with ``state_dict`` and ``load_state_dict``           where its own state says
+what else there is                                    with the first batches, with Lightning's warning
+====================================================  ==============================================================
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_automodel._compat.lightning import uses_distributed_sampler
+from lightning_automodel._compat.progress import (
+    cycles,
+    is_stateful,
+    position_in_epoch,
+    set_batches_through,
+    set_sampler_epoch,
+)
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.strategies.data.samplers import SharedOrder, divides_itself, share_of_loader
+
+SEEN = "samples_seen"
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a loader makes of an epoch.
+
+    Attributes:
+        size: samples per batch and data rank; ``None`` if a batch sampler of the user's decides.
+        data_ranks: number of them.
+        workers: processes that read.
+        length: batches of an epoch; ``None`` if unknown.
+        is_cycled: the epoch goes on when this loader ends, which then begins anew.
+    """
+
+    size: int | None
+    data_ranks: int
+    workers: int
+    length: int | None
+    is_cycled: bool
+
+    @classmethod
+    def of(cls, loader: DataLoader, data_ranks: int, is_cycled: bool) -> "Batches":
+        """Describes ``loader``."""
+        size: int | None = loader.batch_size or 1
+        if loader.batch_sampler is not None:
+            size = loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
+        return cls(size, data_ranks, loader.num_workers, sized_len(loader), is_cycled)
+
+    def samples(self, through: int) -> int | None:
+        """Those of all data ranks in the loader's present pass, when so many batches of the epoch are through."""
+        if self.length:
+            through = through % self.length if self.is_cycled else min(through, self.length)
+        return None if self.size is None else through * self.size * self.data_ranks
+
+    def equals(self, other: "Batches") -> bool:
+        """Tells whether the same samples come in the same batches."""
+        return (self.size, self.data_ranks, self.workers) == (other.size, other.data_ranks, other.workers)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What is left of an epoch.
+
+    Attributes:
+        loader: of what is left.
+        batches: of whole epochs.
+        seen: samples that are through, if known.
+        through: batches that are, of the sizes of this run.
+    """
+
+    loader: Any
+    batches: Batches
+    seen: int | None
+    through: int
+
+
+class SeenSamples:
+    """The position of a run in its training data, for checkpoints and from one."""
+
+    def __init__(self) -> None:
+        self._saved: Mapping[str, Any] = {}
+        self._surplus: dict[int, list[int]] = {}  # by epoch and loader: samples that whole batches do not account for
+
+    def describe(self, trainer: "pl.Trainer", combined: CombinedLoader | None, data_size: int) -> dict[str, Any]:
+        """What a checkpoint keeps beside the number of batches that are through."""
+        loaders = [] if combined is None else combined.flattened
+        found = [_describe(loader, data_size, cycles(combined)) for loader in loaders]
+        surplus = self._surplus.get(position_in_epoch(trainer).epoch, [0] * len(found))
+        return {"loaders": [batches and asdict(batches) for batches in found], "surplus": surplus}
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keeps what a checkpoint says, for :meth:`go_on`."""
+        self._saved = checkpoint.get(SEEN, {})
+
+    def go_on(self, trainer: "pl.Trainer", combined: CombinedLoader, rank: int, size: int) -> None:
+        """Lets the loaders give the rest of the epoch first, then whole ones, and the trainer count accordingly.
+
+        Args:
+            trainer: whose loops are those of the checkpoint.
+            combined: the training loaders as the trainer has prepared them.
+            rank: of this process among the data ranks.
+            size: number of data ranks.
+        """
+        before = [found and Batches(**found) for found in self._saved.get("loaders", [])]
+        position = position_in_epoch(trainer)
+        loaders, limits = combined.flattened, combined.limits or []
+        for loader in loaders:
+            set_sampler_epoch(loader, position.epoch)  # now: workers ask for the order before the epoch begins
+        if not position.batches or len(before) != len(loaders):
+            return
+        rests: dict[int, _Rest] = {}
+        for i, (loader, old) in enumerate(zip(loaders, before, strict=True)):
+            new = _describe(loader, size, cycles(combined))
+            if old is not None and new is not None:
+                surplus = self._saved["surplus"][i]
+                rest = _find_rest(loader, old, new, position.batches, surplus, rank, uses_distributed_sampler(trainer))
+                rests.update({i: _counted(*rest, new, position.batches, limits[i])} if rest is not None else {})
+        longest = max(rests, key=lambda i: limits[i], default=None)
+        through = position.batches if longest is None else rests[longest].through
+        self._surplus = {position.epoch: [_surplus(rests.get(i), through) for i in range(len(loaders))]}
+        is_known = all(i in rests or is_stateful(loader) for i, loader in enumerate(loaders))
+        set_batches_through(trainer, through, is_known)
+        combined.flattened = [
+            resumed(loader, rests[i].loader) if i in rests else loader for i, loader in enumerate(loaders)
+        ]
+
+
+def resumed(loader: DataLoader, rest: Iterable) -> DataLoader:
+    """Returns a loader with the class and all attributes of ``loader``, whose first pass is that of ``rest``."""
+    result, kind = copy.copy(loader), type(loader)
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+    result.__class__ = type(kind.__name__, (_Resumed, kind), names)
+    vars(result).update(_rest=rest, _iterator=None)
+    return result
+
+
+class _Resumed(DataLoader):
+    _rest: Iterable | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        rest, self._rest = self._rest, None
+        if rest is None:
+            return super().__iter__()
+        with isolate_rng(include_cuda=False):  # what a pass draws when it begins, this epoch has drawn
+            return iter(rest)
+
+
+class Behind:
+    """What an iterable gives after its first ``count`` items, which are taken when the iteration begins."""
+
+    def __init__(self, items: Any, count: int) -> None:
+        self.items = items
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.items)
+        for _ in range(self.count):
+            next(iterator, None)
+        return iterator
+
+    def __len__(self) -> int:
+        return max(len(self.items) - self.count, 0)
+
+
+class RestOfOrder:
+    """The share of a data rank of what is left of an epoch's order.
+
+    Args:
+        sampler: of whole epochs, set to the epoch.
+        seen: samples of all data ranks that are through.
+    """
+
+    def __init__(self, sampler: DistributedSampler, seen: int) -> None:
+        whole = copy.copy(sampler)
+        size = len(whole.dataset)  # type: ignore[arg-type]
+        vars(whole).update(num_replicas=1, rank=0, drop_last=False, num_samples=size, total_size=size)
+        self.whole, self.seen, self.rank, self.replicas = whole, seen, sampler.rank, sampler.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self.whole)[self.seen :]
+        return iter(order[self.rank : len(self) * self.replicas : self.replicas])
+
+    def __len__(self) -> int:
+        return max(self.whole.total_size - self.seen, 0) // self.replicas
+
+
+def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:
+    is_plain = isinstance(loader, DataLoader) and not is_stateful(loader)
+    return Batches.of(loader, data_ranks, is_cycled) if is_plain else None
+
+
+def _find_rest(
+    loader: DataLoader, old: Batches, new: Batches, through: int, surplus: int, rank: int, is_divided: bool
+) -> tuple[Any, int | None] | None:
+    """Returns a loader of what is left, and how many samples are through; ``None`` for orders that are not the same
+    again.
+    """
+    seen = old.samples(through)
+    if seen is not None:
+        seen += surplus
+        if has_iterable_dataset(loader):
+            if is_divided and not divides_itself(loader.dataset) and max(old.workers, new.workers) < 2:
+                return share_of_loader(loader, rank, new.data_ranks, drop_last=True, seen=seen), seen
+        elif new.size is not None and (sampler := _share(loader, new.data_ranks)) is not None:
+            return _reordered(loader, RestOfOrder(sampler, seen)), seen
+    if not has_iterable_dataset(loader) and not isinstance(loader.sampler, DistributedSampler | SequentialSampler):
+        return None
+    return _behind_batches(loader, _batches_behind(old, new, through, seen)), seen
+
+
+def _share(loader: DataLoader, replicas: int) -> DistributedSampler | None:
+    """Returns the sampler of ``loader`` if it is the trainer's."""
+    sampler = loader.sampler
+    if type(sampler) not in (DistributedSampler, SharedOrder):
+        return None
+    assert isinstance(sampler, DistributedSampler)
+    return sampler if sampler.drop_last and sampler.num_replicas == replicas else None
+
+
+def _reordered(loader: DataLoader, sampler: Any) -> DataLoader:
+    result = copy.copy(loader)
+    batches = loader.batch_sampler
+    if batches is not None:
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
+    vars(result).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    return result
+
+
+def _batches_behind(old: Batches, new: Batches, through: int, seen: int | None) -> int:
+    of_one = new.samples(1)
+    if not new.equals(old):
+        warn_once(
+            f"the training data of the checkpoint were read as {_shown(old)}, and now as {_shown(new)}: their order is "
+            "another one, so some samples of this epoch may be seen twice and others not. Resume with the same sizes, "
+            "or from the end of an epoch, or use a loader with state_dict and load_state_dict, to continue exactly"
+        )
+        through = through if seen is None or of_one is None else seen // of_one
+    return through % new.length if new.length and new.is_cycled else through
+
+
+def _shown(batches: Batches) -> str:
+    size = "batches of a sampler of your own" if batches.size is None else f"batches of {batches.size}"
+    return f"{size} on {batches.data_ranks} data ranks with {batches.workers} workers"
+
+
+def _behind_batches(loader: DataLoader, count: int) -> Any:
+    if has_iterable_dataset(loader):
+        return Behind(loader, count)
+    result = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(result).update({name: Behind(getattr(loader, name), count), "_iterator": None})
+    return result
+
+
+def _counted(loader: Any, seen: int | None, batches: Batches, through: int, limit: float) -> _Rest:
+    """With the number of batches after which the epoch has as many left as ``loader`` has, or as the limit leaves."""
+    left, of_one = sized_len(loader), batches.samples(1)
+    if batches.length is not None and left is not None and limit >= batches.length:
+        through = (
+            through - through % batches.length + batches.length - left if batches.is_cycled else batches.length - left
+        )
+    elif seen is not None and of_one is not None:
+        through = seen // of_one
+    return _Rest(loader, batches, seen, through)
+
+
+def _surplus(rest: _Rest | None, through: int) -> int:
+    counted = None if rest is None else rest.batches.samples(through)
+    return 0 if rest is None or rest.seen is None or counted is None else rest.seen - counted

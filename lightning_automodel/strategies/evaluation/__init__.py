@@ -1,0 +1,1 @@
+"""Evaluation in which data ranks have different numbers of batches."""

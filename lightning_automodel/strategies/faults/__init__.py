@@ -1,0 +1,1 @@
+"""What ends a run early: signals, ranks that are gone."""

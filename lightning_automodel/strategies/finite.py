@@ -1,0 +1,170 @@
+"""Losses and gradients that are NaN or infinite end a run, or their step is left out, before the weights change.
+
+One vector says which gradients are not finite. All ranks agree on it, so that all do the same, and read it before the
+step, which costs nothing on CPU. A fused optimizer on an accelerator reads it there, and leaves its step out; the host
+looks one step later, and waits for nothing::
+
+    backward k -> vector k -> step k, left out if vector k says so -> backward k + 1 -> host reads vector k
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_automodel.distributed.logs import logger
+from lightning_automodel.gradients import to_local_if_dtensor
+
+_MOST_LOSSES = 1024
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of the gradients before one step.
+
+    Attributes:
+        step: of the trainer.
+        names: of the parameters of the optimizer.
+        vector: [parameters + 1], 1 where a gradient is not finite on any rank; the last one is about the losses.
+        losses: of this rank's micro-batches.
+    """
+
+    step: int
+    names: list[str]
+    vector: Tensor
+    losses: list[Tensor]
+
+    def is_finite(self) -> bool:
+        """Waits for the device."""
+        return not self.vector.any()
+
+    def describe(self) -> str:
+        """Returns the step, the first micro-batch and the first parameter. Collective."""
+        bad = [i for i, loss in enumerate(self.losses) if not torch.isfinite(loss).all()]
+        mine = (bad[0], float(self.losses[bad[0]])) if bad else None
+        found: list[Any] = [mine]
+        if dist.is_initialized():
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, mine)
+        where = [
+            f"the loss of micro-batch {at[0]} of rank {rank} is {at[1]}"
+            for rank, at in enumerate(found)
+            if at is not None
+        ]
+        names = [name for name, flag in zip(self.names, self.vector.tolist(), strict=False) if flag]
+        parts = where[:1] or ["all losses are finite"]
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            parts.append(f"the gradient of {names[0]}{others} is not")
+        return f"optimizer step {self.step}: {', '.join(parts)}"
+
+
+class FiniteGuard:
+    """Looks at losses and gradients between backward pass and step.
+
+    Args:
+        policy: "error", "skip" or "ignore" (``FSDP2Config.nonfinite``).
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self._losses: deque[Tensor] = deque(maxlen=_MOST_LOSSES)  # steps past Lightning never take them
+        self._waiting: Finding | None = None
+
+    def record(self, loss: Tensor) -> None:
+        """Keeps the loss of a micro-batch until the step."""
+        if self.policy != "ignore":
+            self._losses.append(loss.detach())
+
+    def checked(
+        self, closure: Callable[[], Any], optimizer: Optimizer, module: "pl.LightningModule"
+    ) -> Callable[[], Any]:
+        """``closure``, after which gradients are looked at."""
+        if self.policy == "ignore":
+            return closure
+
+        def run() -> Any:
+            result = closure()
+            self.allows(self.inspect(optimizer, module))
+            return result
+
+        return run
+
+    def inspect(self, optimizer: Optimizer, module: "pl.LightningModule") -> Finding:
+        """Looks at the gradients that ``optimizer`` would use. Collective; no host synchronization."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        losses, device = list(self._losses), parameters[0].device if parameters else module.device
+        self._losses.clear()
+        vector = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device)]))
+        step = module.trainer.global_step
+        return Finding(
+            step, [names.get(p, "a parameter that the module does not hold") for p in parameters], vector, losses
+        )
+
+    def allows(self, finding: Finding | None) -> bool:
+        """Tells whether the step is to be taken.
+
+        Raises:
+            RuntimeError: on all ranks, if it is not and that is an error.
+        """
+        if finding is None or finding.is_finite():
+            return True
+        self._report(finding)
+        return False
+
+    def defer(self, finding: Finding, optimizer: Optimizer) -> None:
+        """Lets a fused optimizer leave its step out, and looks at what the step before has found."""
+        self.settle()
+        optimizer.found_inf = finding.vector.amax()  # type: ignore[attr-defined]
+        self._waiting = finding
+
+    def settle(self) -> None:
+        """Looks at what the last step has found, if nobody has."""
+        waiting, self._waiting = self._waiting, None
+        self.allows(waiting)
+
+    def _report(self, finding: Finding) -> None:
+        if self.policy == "skip":
+            logger.warning("%s; the step is left out", finding.describe())
+            return
+        raise RuntimeError(
+            f"{finding.describe()}; the weights are those before this step. Look for the cause (a learning rate, a "
+            'sample, a division), or use nonfinite="skip" in the config of the strategy to leave such steps out, or '
+            '"ignore"'
+        )
+
+
+def can_defer(optimizer: Optimizer) -> bool:
+    """Tells whether ``optimizer`` leaves a step out by itself, on a device for which the host should not wait."""
+    devices = (p.device.type for group in optimizer.param_groups for p in group["params"])
+    return next(devices, "cpu") != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:
+    """[parameters], 1 where this rank's part of a gradient is not finite."""
+    vector = torch.zeros(len(parameters), device=device)
+    locals_ = {i: to_local_if_dtensor(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+    filled = {i: g for i, g in locals_.items() if g.numel()}
+    if filled:
+        # The largest element: squares of finite ones may overflow.
+        norms = torch.stack([n.float() for n in torch._foreach_norm(list(filled.values()), torch.inf)])
+        vector[torch.tensor(list(filled), device=vector.device)] = (~torch.isfinite(norms)).float()
+    return vector
+
+
+def _any_not_finite(losses: list[Tensor], device: torch.device) -> Tensor:
+    flags = [(~torch.isfinite(loss)).any().to(device) for loss in losses]
+    return torch.stack(flags).any().float().view(1) if flags else torch.zeros(1, device=device)
+
+
+def _agreed(vector: Tensor) -> Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(vector, dist.ReduceOp.MAX)
+    return vector

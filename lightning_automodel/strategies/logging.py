@@ -1,0 +1,145 @@
+"""Makes every number that is logged count each sample once: reductions over the data ranks, of plain whole tensors.
+
+Ranks of one tensor-parallel group see the same samples, so a sum over all ranks counts them tp times. Lightning reduces
+over all ranks in three places, which all end here: ``strategy.reduce``, torchmetrics, and the throughput monitor.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_automodel._compat.lightning import throughputs_of
+
+_OPERATIONS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
+
+
+def whole(value: Tensor) -> Tensor:
+    """Returns a DTensor as the plain tensor that it stands for, differentiably; collective over its mesh."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def reduce(value: Tensor, group: ProcessGroup | None, operation: Any) -> Tensor:
+    """Combines ``value`` over ``group`` and leaves the argument as it is.
+
+    A mean of integers is a floating-point number: Lightning divides the sum of batch sizes by the number of ranks to
+    get the mean of an epoch, and an integer there inflates it (lightning issue 21859). No barrier comes first (21487).
+
+    Args:
+        value: any shape, the same on all ranks.
+        group: ``None``: all ranks.
+        operation: "mean", "avg", "sum", "min", "max", "product", or a ``ReduceOp``.
+    """
+    result = whole(value).detach().clone()
+    is_mean = operation in (None, "mean", "avg", ReduceOp.AVG)
+    if is_mean and not result.is_floating_point():
+        result = result.to(torch.get_default_dtype())
+    operation = ReduceOp.SUM if is_mean else _OPERATIONS.get(str(operation).lower(), operation)
+    dist.all_reduce(result, op=operation, group=group)
+    return result / dist.get_world_size(group) if is_mean else result
+
+
+def reduce_decision(decision: bool, device: torch.device, every: bool) -> bool:
+    """Tells whether ``decision`` is true on every rank, or on any.
+
+    Over all ranks and not the data ranks: Lightning compares the sum with the number of processes, and asks on one rank
+    of each group too (which checkpoint is best, whether to stop).
+    """
+    if not dist.is_initialized():  # a callback of a trainer that is connected, and has not run
+        return decision
+    votes = torch.tensor(int(decision), device=device)
+    dist.all_reduce(votes, op=ReduceOp.MIN if every else ReduceOp.MAX)
+    return bool(votes)
+
+
+def gather(value: Tensor, group: ProcessGroup | None, differentiable: bool) -> Tensor:
+    """Gathers the values of all ranks of ``group``, stacked: shape ``[size of the group, *value.shape]``."""
+    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+        return torch.stack(all_gather(whole(value).contiguous(), group))
+
+
+class GatherOverDataRanks:
+    """What torchmetrics calls to collect the states of a metric.
+
+    Not ``metric.process_group``, because a module that holds a process group can be neither copied nor pickled.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, value: Tensor, group: Any | None = None) -> list[Tensor]:
+        """Gathers the values of all data ranks, or of a group that the metric names itself."""
+        return gather_all_tensors(value, group or self.group)
+
+    def __deepcopy__(self, memo: dict) -> "GatherOverDataRanks":
+        return self
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return _default_gather, ()
+
+
+def _default_gather() -> Callable:
+    return gather_all_tensors
+
+
+def reduce_metrics_over(module: torch.nn.Module, group: ProcessGroup) -> None:
+    """Makes every torchmetrics metric in ``module`` combine its states over ``group``, unless it says otherwise."""
+    for metric in module.modules():
+        if not isinstance(metric, Metric) or metric.process_group is not None:
+            continue
+        if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, GatherOverDataRanks):
+            metric.dist_sync_fn = GatherOverDataRanks(group)
+
+
+def count_samples_once(trainer: "pl.Trainer", data_size: int) -> None:
+    """Makes throughput monitors multiply a rank's samples by the data ranks, and not by all ranks.
+
+    The operations of a batch are then those of a tensor-parallel group, which has that many times one device's speed.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in throughputs_of(callback):
+                throughput.world_size = data_size
+                if callback.available_flops is not None:
+                    throughput.available_flops = callback.available_flops * trainer.world_size / data_size
+
+
+# ---- values that must not leak ---------------------------------------------------------------------------------------
+
+
+def install_log(module: "pl.LightningModule") -> None:
+    """Makes ``module.log`` (and the ``log`` that Lightning gives to callbacks) take DTensors.
+
+    A bound method on the instance: copies of the module get one of their own, and pickling drops it.
+    """
+    module.log = MethodType(log, module)  # type: ignore[method-assign]
+
+
+def remove_log(module: "pl.LightningModule") -> None:
+    """Undoes :func:`install_log`."""
+    vars(module).pop("log", None)
+
+
+def log(self: "pl.LightningModule", name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Calls the module's own ``log`` with plain whole tensors without a graph, and with metrics that count once."""
+    if isinstance(value, Metric):  # it may have been made after ``setup``
+        reduce_metrics_over(value, self.trainer.strategy.data_group)  # type: ignore[attr-defined]
+    if not kwargs.get("enable_graph", False):
+        value = apply_to_collection(value, Tensor, lambda tensor: whole(tensor.detach()))
+    type(self).log(self, name, value, *args, **kwargs)
+
+
+def plain_output(output: Any) -> Any:
+    """Returns the output of ``training_step`` with DTensors (a loss above all) as plain tensors."""
+    return apply_to_collection(output, DTensor, whole)

@@ -1,0 +1,166 @@
+"""What a strategy knows of its ranks: the mesh, its groups, and the precision and place in which modules are built."""
+
+import sys
+from abc import abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_automodel.distributed.kept_groups import begin_run, note_failure
+from lightning_automodel.mesh import CP_TP, DP, DP_CP, TP, MeshSizes, axis, share_mesh
+from lightning_automodel.parallel.replica_check import check_replicas
+from lightning_automodel.strategies.checkpoints.plain_files import StagedCheckpointIO
+from lightning_automodel.strategies.faults.failures import is_of_backend
+from lightning_automodel.strategies.faults.peers import Peers
+from lightning_automodel.strategies.precision import FSDP2Precision, convert_precision
+from lightning_automodel.strategies.random_state import ModelDraws, share_random_state
+
+
+class OnMesh(ParallelStrategy):
+    """A strategy whose ranks are a mesh of the sizes that it says."""
+
+    _timeout: timedelta | None  # Lightning's: of every collective
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._device_mesh: DeviceMesh | None = None
+        self._peers = Peers()
+        self._draws = ModelDraws()
+        super().__init__(*args, **kwargs)
+
+    @property
+    @abstractmethod
+    def sizes(self) -> MeshSizes:
+        """The size of each axis of the mesh."""
+
+    # ---- mesh and groups ---------------------------------------------------------------------------------------------
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks, along the axes of :mod:`lightning_automodel.mesh`.
+
+        Raises:
+            RuntimeError: before the processes have met.
+        """
+        if self._device_mesh is None:
+            raise RuntimeError("there is no device mesh before the trainer has started its processes")
+        return self._device_mesh
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that see different samples."""
+        return axis(self.device_mesh, DP).size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank sees."""
+        return axis(self.device_mesh, DP).get_local_rank()
+
+    @property
+    def data_group(self) -> ProcessGroup:
+        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
+        return axis(self.device_mesh, DP).get_group()
+
+    @property
+    def gradient_group(self) -> ProcessGroup:
+        """Ranks over which gradients are averaged."""
+        return axis(self.device_mesh, DP_CP).get_group()
+
+    @property
+    def sample_group(self) -> ProcessGroup:
+        """Ranks that see the same samples, and compute one model together."""
+        return axis(self.device_mesh, CP_TP).get_group()
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """Ranks that split each layer's matrices."""
+        return axis(self.device_mesh, TP).get_group()
+
+    def join_mesh(self) -> None:
+        """Builds the mesh when the processes have met, or takes that of a trainer before. Collective."""
+        begin_run(self.root_device)
+        self._device_mesh = share_mesh(self.sizes, self.root_device.type, self._timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+        share_random_state(self.sample_group)
+        self._peers.start(self._timeout)
+
+    def check_replicas(self, module: "pl.LightningModule") -> None:
+        """Compares the parameters that several ranks hold whole. Collective.
+
+        Raises:
+            ValueError: naming one that differs.
+        """
+        check_replicas(module)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._peers.explain(exception)
+        note_failure(exception, self._step(), is_of_backend=is_of_backend(exception))
+        super().on_exception(exception)
+
+    def _step(self) -> str:
+        if self.lightning_module is None:
+            return ""
+        trainer = self.lightning_module.trainer
+        return f"{trainer.state.fn} {trainer.state.stage} {trainer.fit_loop.total_batch_idx}"
+
+    def check_all_end(self) -> None:
+        """Raises an exception again, for callbacks that save on it, if ranks live that it has not reached, or ranks are
+        gone, since nothing can be saved without them.
+        """
+        error = sys.exception()
+        assert self.lightning_module is not None
+        is_ending = self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+        if is_ending and error is not None and not self._peers.have_all_failed(error):
+            raise error
+
+    @override
+    def teardown(self) -> None:
+        self._peers.stop()
+        super().teardown()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = StagedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if io is not None and hasattr(
+            io, "checkpoint_io"
+        ):  # such as AsyncCheckpointIO; ignored if it was given what it wraps
+            io.checkpoint_io = StagedCheckpointIO()
+        self._checkpoint_io = io
+
+    # ---- precision and building --------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> FSDP2Precision:
+        """What ``Trainer(precision=...)`` asked for."""
+        return convert_precision(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # Nothing is set before the Trainer does: it takes a plugin that a strategy brings for the user's choice.
+        self._precision_plugin = None if plugin is None else convert_precision(plugin)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Neither a default device nor a default dtype: transformers builds on meta by itself, plain layers need real
+        # weights, and buffers must keep their dtype.
+        with torch.device("meta") if empty_init else torch.device("cpu"):
+            yield

@@ -1,0 +1,154 @@
+"""Refuses optimizers whose update would be another one on shards than on whole tensors.
+
+Most update each element of a tensor from that element alone, so that a shard is updated as it is within the whole. That
+is measured, on one process and for any class: the optimizer takes steps with a matrix, and with two parts of it.
+"""
+
+import copy
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from inspect import Parameter, signature
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.distributed.uneven_shards import PARTITION
+
+RIGHT_ON_SHARDS = ("Muon", "StableAdamW")
+"""They work on whole matrices, and DTensor's operators compute the same from shards: compared with one process."""
+
+_SHAPE, _SPLITS = (64, 128), ((0, 31), (1, 63))  # quantized states have blocks of 256 elements, from 4096 on
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Check that each optimizer updates the sharded parameters of ``module`` as it would update whole ones.
+
+    Raises:
+        ValueError: naming the optimizer, the parameter, and what to use instead.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        sharded = next((p for p in held if _is_sharded(p)), None)
+        if sharded is None:
+            continue
+        name = type(optimizer).__name__
+        is_right = name in RIGHT_ON_SHARDS and not hasattr(sharded, PARTITION)
+        found = True if is_right else updates_each_element_alone(optimizer)
+        if found is None:
+            warn_once(f"{name}: could not be tried on a matrix and on its parts; compare with a run on one process")
+        elif not found:
+            raise ValueError(
+                f"{name}: its update of an element depends on other elements of the same tensor, and "
+                f"{names.get(sharded, 'a parameter')} is sharded, so it would be another update than on one process; "
+                "use DDPStrategy, where every process holds whole tensors, or an optimizer that updates each element "
+                "alone, such as torch.optim.AdamW (docs/optimizers.md)"
+            )
+
+
+def updates_each_element_alone(optimizer: Optimizer) -> bool | None:
+    """Try copies of ``optimizer`` on a matrix and on two parts of it; ``None`` if it cannot be tried like that."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(_SHAPE, generator=generator) for _ in range(4))
+    try:
+        whole = _updated(optimizer, start, gradients)
+        parts = []
+        for dim, at in _SPLITS:
+            cut = [tensor.tensor_split([at], dim) for tensor in (start, *gradients)]
+            parts.append(
+                torch.cat([_updated(optimizer, value, steps) for value, *steps in zip(*cut, strict=True)], dim)
+            )
+    except Exception:  # whatever a class of a user's own needs that this matrix lacks
+        return None
+    scale = (whole - start).norm()
+    return all(bool((part - whole).norm() <= 1e-4 * scale) for part in parts)
+
+
+@contextmanager
+def explaining_step(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Within this context an operation of ``optimizer`` that DTensor does not know is an error that helps.
+
+    Raises:
+        ValueError: naming the optimizer, and what to use instead.
+    """
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if not _is_of_optimizer(error, optimizer):
+            raise
+        raise ValueError(
+            f"{type(optimizer).__name__} uses an operation that DTensor cannot carry out on sharded parameters "
+            f"({error}); leave out foreach=True or fused=True, or use another optimizer, such as torch.optim.AdamW "
+            "(docs/optimizers.md)"
+        ) from error
+
+
+def _is_of_optimizer(error: BaseException, optimizer: Optimizer) -> bool:
+    if "sharding strategy" not in str(error) and "placement" not in str(error):
+        return False
+    kinds = [kind for kind in type(optimizer).__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer]
+    files = {sys.modules[kind.__module__].__file__ for kind in kinds}
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    is_of_step = all(code.co_name not in ("closure", "training_step") for code in frames)
+    return is_of_step and any(code.co_filename in files for code in frames)
+
+
+def _updated(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor]) -> Tensor:
+    """Return ``value`` after a step with each of ``gradients``."""
+    parameter = nn.Parameter(value.clone(memory_format=torch.contiguous_format))
+    trial, own = copy.copy(optimizer), optimizer.param_groups[0]["params"]
+    trial.__dict__ = {
+        **{name: [parameter] if kept is own else kept for name, kept in vars(optimizer).items()},
+        "state": _initial_state(optimizer, parameter),
+        "param_groups": [{**copy.deepcopy(_options(optimizer)), "params": [parameter]}],
+        **{hooks: OrderedDict() for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")},
+    }
+    closures: list[Any] = []
+    if signature(type(trial).step).parameters["closure"].default is Parameter.empty:
+        closures.append(lambda: torch.zeros(()))
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        for gradient in gradients:
+            parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+            type(trial).step(trial, *closures)
+    return parameter.detach()
+
+
+def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[Any, Any]:
+    """Return what an optimizer that makes its states at once would hold for ``parameter``."""
+    state: dict[Any, Any] = defaultdict(dict)
+    for own, values in optimizer.state.items():
+        if isinstance(own, Tensor):
+            state[parameter] = {
+                key: torch.full_like(parameter, float(_any_element(value)))
+                if isinstance(value, Tensor) and value.shape == own.shape
+                else copy.deepcopy(value)
+                for key, value in values.items()
+            }
+            break
+    return state
+
+
+def _any_element(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.flatten()[0].detach() if local.numel() else torch.zeros(())
+
+
+def _options(optimizer: Optimizer) -> dict[str, object]:
+    group = optimizer.param_groups[0]
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    if hasattr(parameter, PARTITION):
+        return True
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return any(size > 1 and not placement.is_replicate() for size, placement in sizes)

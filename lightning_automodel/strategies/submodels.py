@@ -1,0 +1,131 @@
+"""Finds what a LightningModule holds that must be made parallel: Hugging Face models, and layers beside them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_automodel._compat import OptimizedModule
+from lightning_automodel._compat import unwrap_compiled as unwrap_optimized
+from lightning_automodel.config import LEVERS_OF_BLOCKS, SWITCHES_OF_LOSS, StageSwitches
+from lightning_automodel.config.switches import changed_fields
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.loading.quantized import refuse_quantized
+from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_towers, outermost
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that is called as a whole, and is sharded as one FSDP2 root."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def is_sharded(self) -> bool:
+        """Made parallel already: by ``from_pretrained``, or by an earlier call of the trainer."""
+        return isinstance(self.module, FSDPModule)
+
+
+def find_units(root: nn.Module, bare: bool = False) -> list[Unit]:
+    """Finds the units below a LightningModule, in the order of registration.
+
+    Args:
+        root: the LightningModule.
+        bare: allow parameters that no unit holds.
+
+    Raises:
+        ValueError: for such a parameter, since nothing would tell when to gather it; for quantized weights.
+    """
+    units = list(_units(root, "", bare))
+    for unit in units:
+        refuse_quantized(unit.module)
+    return units
+
+
+def unwrap_compiled(root: nn.Module) -> None:
+    """Replaces children that ``torch.compile`` wrapped by what they wrap: the wrapper hides the model and its names."""
+    for parent in list(root.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, OptimizedModule):
+                warn_once(
+                    f"{name} was passed through torch.compile before it was made parallel; it runs uncompiled, "
+                    "because a compiled graph of the whole model cannot be made parallel block by block"
+                )
+                setattr(parent, name, unwrap_optimized(child))
+
+
+def check_complete(unit: Unit, tower_policy: str) -> None:
+    """Checks that nothing was added to a unit after it was made parallel, which no rank would gather or reduce.
+
+    Args:
+        unit: made parallel before.
+        tower_policy: of its config; "replicate" leaves the parameters of towers as they are.
+
+    Raises:
+        ValueError: naming a parameter, and where to build instead.
+    """
+    towers = list(find_towers(unit.module)) if tower_policy == "replicate" else []
+    plain = [name for name, p in unit.module.named_parameters() if not isinstance(p, DTensor)]
+    added = [name for name in plain if outermost(towers, name) is None]
+    if added:
+        others = f" and {len(added) - 1} more" if len(added) > 1 else ""
+        raise ValueError(
+            f"{unit.name}.{added[0]}{others}: added to a model that was made parallel already (by from_pretrained in "
+            "configure_model, for example), so no rank would shard it or reduce its gradient; build and change the "
+            "model in __init__ of the LightningModule, where it is still whole"
+        )
+
+
+def no_plan(owner: str, tp: int, units: Sequence[Unit]) -> str:
+    """Says why ``tp`` splits none of the units of a LightningModule."""
+    held = ", ".join(f"{unit.name} ({type(unit.module).__name__})" for unit in units[:5])
+    return (
+        f"tp={tp}, but nothing that {owner} holds has a tensor-parallel plan ({held}); use tp=1, or give rules: "
+        "FSDP2Config(tp_plan={...}) or register_tp_plan, with names inside of the module that is called as a whole, "
+        "such as 'blocks.*.ffn.up' and not 'model.blocks.*.ffn.up'"
+    )
+
+
+def check_switches_find_work(config: StageSwitches, modules: Sequence[nn.Module]) -> None:
+    """Refuse switches that would do nothing: layers beside a model are passed over, but a model must be there.
+
+    Raises:
+        ValueError: naming the fields.
+    """
+    changed = changed_fields(config, LEVERS_OF_BLOCKS)
+    if changed and not any(_has_blocks(module) for module in modules):
+        raise ValueError(f"{', '.join(changed)}: the LightningModule holds no repeated blocks, on which it would work")
+    changed = changed_fields(config, SWITCHES_OF_LOSS)
+    if changed and not any(isinstance(m, PreTrainedModel) for module in modules for m in module.modules()):
+        raise ValueError(f"{', '.join(changed)}: the LightningModule holds no model of transformers, whose loss it is")
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Tells whether a unit has blocks; a model of transformers says by itself what it lacks."""
+    return isinstance(module, PreTrainedModel) or bool(find_blocks(module))
+
+
+def _units(module: nn.Module, name: str, bare: bool) -> Iterator[Unit]:
+    if isinstance(module, PreTrainedModel | FSDPModule):
+        yield Unit(name, module)
+        return
+    is_layer = name and not isinstance(module, CONTAINERS) and not _is_parameter_container(module)
+    if is_layer and not any(isinstance(m, PreTrainedModel) for m in module.modules()):
+        if next(module.parameters(), None) is not None:
+            yield Unit(name, module)
+        return
+    for parameter_name, _ in () if bare else module.named_parameters(recurse=False):
+        raise ValueError(
+            f"the parameter {f'{name}.{parameter_name}' if name else parameter_name} belongs to no layer whose forward "
+            "is called, so it cannot be sharded; move it into an nn.Module whose forward uses it"
+        )
+    for child_name, child in module.named_children():
+        yield from _units(child, f"{name}.{child_name}" if name else child_name, bare)
+
+
+def _is_parameter_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ParameterList | nn.ParameterDict)

@@ -1,0 +1,157 @@
+"""Adapters that are added in configure_model, to a base that every rank reads its part of, train as on one process."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from lightning_automodel import FSDP2Config
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.uneven_shards import as_stored
+from lightning_automodel.testing.pool import Pool
+from tests.support.layouts import LAYOUTS
+from tests.support.training import batches, make_trainer, tiny_llama, whole
+
+BOUND = 1e-5
+
+
+def lora(model: nn.Module, **fields: Any) -> nn.Module:
+    return get_peft_model(model, LoraConfig(**{"r": 3, "target_modules": "all-linear", **fields}))
+
+
+class Adapted(L.LightningModule):
+    """Keeps losses and whole gradients of every step."""
+
+    def __init__(self, directory: Path, adapt: Callable[[nn.Module], nn.Module], keeps_gradients: bool = True) -> None:
+        super().__init__()
+        self.directory, self.adapt, self.keeps_gradients, self.model = directory, adapt, keeps_gradients, None
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            base = AutoModelForCausalLM.from_pretrained(self.directory)
+            self.held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base.parameters())
+            torch.manual_seed(5)
+            self.model = self.adapt(base)
+            self.model.train()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        if self.keeps_gradients:
+            self.gradients.append({name: whole(gradient) for name, gradient in found.items()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+ARGUMENTS: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+def on_one_process(directory: Path, adapt: Callable) -> Adapted:
+    """What Lightning's loop does: clipping, accumulation, three steps, with the batches of all data ranks."""
+    module = Adapted(directory, adapt)
+    module.configure_model()
+    optimizer = module.configure_optimizers()
+    rows = iter(batches(1, 32))
+    for _ in range(3):
+        for _ in range(2):
+            batch = next(rows)
+            loss = module.model(input_ids=batch[0], labels=batch[0]).loss
+            module.losses.append(float(loss.detach()))
+            (loss / 2).backward()
+        module.on_before_optimizer_step(optimizer)
+        nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module
+
+
+def error(layout: str, adapt: Callable, directory: Path, **arguments: Any) -> tuple[float, str]:
+    """Runs on each rank: the largest relative error of a loss, a gradient or a weight, and what has it."""
+    expected = on_one_process(directory, adapt)
+    chosen = LAYOUTS[layout]
+    module = Adapted(directory, adapt, keeps_gradients=not layout.startswith("megatron"))
+    make_trainer(chosen.make(**arguments), **ARGUMENTS).fit(module, batches(chosen.data_size, 32))
+    return largest(module, expected)
+
+
+def largest(actual: Adapted, expected: Adapted) -> tuple[float, str]:
+    assert len(actual.losses) == len(expected.losses)
+    found = [(abs(a - b) / b, f"loss {i}") for i, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True))]
+    for step, (many, one) in enumerate(zip(actual.gradients, expected.gradients, strict=False)):
+        assert many.keys() == one.keys()
+        found += [(relative(many[n], one[n]), f"gradient of {n} in step {step}") for n in one]
+    weights = {name: gather_whole(as_stored(p)) for name, p in actual.model.named_parameters()}
+    one = dict(expected.model.named_parameters())
+    assert weights.keys() == one.keys()
+    found += [(relative(value, one[name]), name) for name, value in weights.items() if value is not None]
+    return max(found)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected.detach()).norm() / expected.detach().norm().clamp(min=1e-4))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama(tied=False).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-dp2", "megatron3-tp2"])
+def test_adapters_are_exact_on_two_ranks(layout: str, directory: Path, pool2: Pool) -> None:
+    arguments = {"config": FSDP2Config(sequence_parallel=True)} if layout == "fsdp2-tp2" else {}
+    for found in pool2.run(error, layout, lora, directory, **arguments, trainer=True):
+        assert found[0] <= BOUND, found
+
+
+def by_method(method: str, base: Any) -> Any:
+    """What user code does between from_pretrained and the end of configure_model."""
+    saved = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
+    match method:
+        case "more tokens":
+            base.resize_token_embeddings(70)
+            return lora(base, **saved)
+        case "head":
+            base.requires_grad_(False)
+            base.lm_head = nn.Linear(base.config.hidden_size, 61)
+            nn.init.normal_(base.model.norm.weight)
+            base.model.layers[0].mlp.down_proj.weight.requires_grad_(True)
+            return base
+        case "dora":
+            return lora(base, use_dora=True, bias="all", init_lora_weights=False)
+        case "two":
+            model = lora(base, init_lora_weights=False)
+            model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+            model.set_adapter("other")
+            return model
+    return lora(base, init_lora_weights=method)
+
+
+METHODS = ["more tokens", "head", "dora", "two", "pissa", "olora"]
+
+
+def errors(directory: Path) -> list[tuple[float, str]]:
+    """Runs on each rank."""
+    return [error("fsdp2-dp2-tp2", partial(by_method, method), directory) for method in METHODS]
+
+
+def test_what_begins_from_the_weights_and_what_is_added(directory: Path, pool4: Pool) -> None:
+    for found in pool4.run(errors, directory, trainer=True):
+        for method, largest_error in zip(METHODS, found, strict=True):
+            assert largest_error[0] <= BOUND, (method, largest_error)

@@ -1,0 +1,59 @@
+"""What peft adds to models of several kinds: every gradient of every factor is that of one process."""
+
+from functools import partial
+
+import pytest
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.testing.pool import Pool
+from tests.support.adapted import adapted, adapter_error
+from tests.support.comparison import Schedule
+
+BOUND = 1e-5
+SCHEDULE = Schedule(steps=2, length=12)
+QUICK = [("llama", "bias"), ("llama", "ends"), ("llama", "saved"), ("mixtral", "experts"), ("phi3", "dora")]
+MORE = [
+    *(("llama", method) for method in ("all-linear", "rslora", "saved mlp", "ia3")),
+    *((family, "experts") for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")),
+    *((family, "all-linear") for family in ("qwen3", "gemma3_text", "gpt_neox", "qwen2_5_vl")),
+]
+LAYOUTS = {"tp": ({"tp": 2}, True), "dp-tp": ({"dp_shard": 2, "tp": 2}, False), "dp": ({"dp_shard": 2}, False)}
+
+
+def errors(cases: list[tuple[str, str]], layout: str) -> list[tuple[float, str]]:
+    """Runs on each rank."""
+    sizes, sequence_parallel = LAYOUTS[layout]
+    config = FSDP2Config(sequence_parallel=sequence_parallel)
+    return [adapter_error(family, method, sizes, SCHEDULE, config) for family, method in cases]
+
+
+def check(pool: Pool, cases: list[tuple[str, str]], layout: str) -> None:
+    for found in pool.run(partial(errors, cases, layout)):
+        for case, largest in zip(cases, found, strict=True):
+            assert largest[0] <= (2 if case[1] == "bias" else 1) * BOUND, (case, largest)
+
+
+def test_factors_are_exact(pool4: Pool) -> None:
+    check(pool4, QUICK, "dp-tp")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MORE, ids="-".join)
+def test_factors_of_more_families_are_exact(case: tuple[str, str], pool4: Pool) -> None:
+    check(pool4, [case], "dp-tp")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tp", "dp"])
+@pytest.mark.parametrize("case", [*QUICK, *MORE], ids="-".join)
+def test_factors_on_two_ranks_are_exact(case: tuple[str, str], layout: str, pool2: Pool) -> None:
+    check(pool2, [case], layout)
+
+
+def test_what_is_not_known_to_be_split_is_refused() -> None:
+    model = adapted("llama", "tokens").get_base_model()
+    with pytest.raises(ValueError, match=r"trainable_tokens_delta of model\.embed_tokens\.token_adapter") as refusal:
+        derive_layout(model, select_plan(model), 2)
+    assert "tensor parallelism splits model.embed_tokens.weight" in str(refusal.value)
+    assert "use tp=1 with dp_shard" in str(refusal.value)

@@ -1,0 +1,48 @@
+"""Lightning's weight averaging, unchanged, on sharded weights: the averages of one device, through a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from torch import Tensor
+
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.marks import with_long
+from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
+
+
+def run(strategy: Any, kind: type, directory: Path, epochs: int, resume: Path | None = None) -> dict[str, Any]:
+    """What is trained on, the averages that it ends with, and the last validation loss, of the averages."""
+    module = Recorder()
+    average = kind(**({"decay": 0.7} if kind is EMAWeightAveraging else {}))
+    saver = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
+    size = 1 if strategy == "auto" else world_size() // strategy.get("tp", 1)
+    trainer = make_trainer(strategy, max_epochs=epochs, enable_checkpointing=True, callbacks=[average, saver])
+    trainer.fit(module, batches(size), batches(size), ckpt_path=resume)
+    assert type(average) is kind
+    loss = float(trainer.callback_metrics["val_loss"])
+    return {"losses": module.losses, "average": whole_parameters(module), "val_loss": loss}
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+@pytest.mark.parametrize("kind", with_long([WeightAveraging, EMAWeightAveraging], WeightAveraging))
+def test_averages_are_those_of_one_device(nursery: Nursery, pool2: Pool, tmp_path: Path, kind: type) -> None:
+    one = Pool(nursery, 1).run(run, "auto", kind, tmp_path / "one", 2, trainer=True)[0]
+    sizes: dict[str, Any]
+    for sizes in ({"tp": 2}, {"save_distributed_checkpoint": False}):
+        path = tmp_path / str(len(sizes)) / sizes.__repr__()
+        two = pool2.run(run, sizes, kind, path, 2, trainer=True)[0]
+        assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+        assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
+        assert difference(two["average"], one["average"]) < 1e-5
+        again = pool2.run(run, sizes, kind, tmp_path / "x", 2, path / "epoch=0.ckpt", trainer=True)[0]
+        assert again["losses"] == two["losses"][len(two["losses"]) // 2 :]
+        assert difference(again["average"], two["average"]) == 0
+    stored = torch.load(path / "epoch=1.ckpt")
+    assert difference({n: stored["state_dict"][n] for n in two["average"]}, two["average"]) == 0
+    assert difference({n: stored["current_model_state"][n] for n in two["average"]}, two["average"]) > 1e-4

@@ -1,0 +1,162 @@
+"""The ways out of a checkpoint: Hugging Face's format and the plain Lightning file, by command and by callback."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+
+from lightning_automodel.checkpointing.conversion import consolidate, export
+from lightning_automodel.checkpointing.hugging_face import write_pretrained
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.cli import main
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.training import Recorder, batches, fit, make_trainer, tiny_llama, whole_parameters
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
+    """Its experts are fused in memory and apart in files."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(num_hidden_layers=3, vocab_size=53, num_local_experts=3, num_experts_per_tok=2, **sizes)
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
+def files_of(directory: Path) -> dict[str, Tensor]:
+    return {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+# ---- the writer ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_mixtral])
+def test_files_are_those_of_transformers(tmp_path: Path, build: Any) -> None:
+    model = build()
+    model.save_pretrained(tmp_path / "theirs")
+    state = model.state_dict()
+    for size in ("10KB", "1GB"):
+        write_pretrained(model, state.__getitem__, tmp_path / "ours", max_shard_size=size)
+        ours, theirs = files_of(tmp_path / "ours"), files_of(tmp_path / "theirs")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+        for name in ("config.json", "generation_config.json"):
+            assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    assert sorted(path.name for path in (tmp_path / "ours").glob("model*")) == ["model.safetensors"]
+
+
+def test_memory_is_that_of_a_shard_and_a_block(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    held = 0
+    peak = 0
+
+    def release(size: int) -> None:
+        nonlocal held
+        held -= size
+
+    def fetch(name: str) -> Tensor:
+        nonlocal held, peak
+        tensor = state[name].clone()
+        weakref.finalize(tensor, release, tensor.nbytes)
+        held += tensor.nbytes
+        peak = max(peak, held)
+        return tensor
+
+    state = model.state_dict()
+    block = sum(t.nbytes for name, t in state.items() if name.startswith("model.layers.0."))
+    write_pretrained(model, fetch, tmp_path, max_shard_size=block)
+    assert peak <= 2 * block < sum(t.nbytes for t in state.values())
+
+
+# ---- from checkpoints ------------------------------------------------------------------------------------------------
+
+
+def train(directory: Path, **arguments: Any) -> dict[str, Tensor]:
+    return fit({"tp": 2, **arguments}, directory, epochs=1)[1]
+
+
+def resume_plainly(path: Path, directory: Path) -> dict[str, Any]:
+    module, parameters = fit({}, directory, epochs=2, resume=path)
+    return {"losses": module.losses, "parameters": parameters}
+
+
+def test_out_of_a_folder(nursery: Nursery, pool2: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = pool2.run(train, tmp_path, trainer=True)[0]
+    path = str(tmp_path / "epoch=0.ckpt")
+    main(["export", path, str(tmp_path / "export"), "--max_shard_size=5KB"])
+    assert "no tokenizer was written" in caplog.text
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.model.embed_tokens.weight is model.lm_head.weight
+    assert all(torch.equal(p, trained[f"model.{name}"]) for name, p in model.named_parameters())
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 2
+    main(["export", path, str(tmp_path / "half"), "--dtype=bfloat16"])
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert half.dtype == torch.bfloat16
+    assert all(torch.equal(p, trained[f"model.{name}"].bfloat16()) for name, p in half.named_parameters())
+    main(["consolidate", path, str(tmp_path / "one.ckpt")])
+    module = Recorder.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert all(torch.equal(p, trained[name]) for name, p in module.named_parameters())
+    pool1 = Pool(nursery, 1)
+    runs = [pool1.run(resume_plainly, p, tmp_path / "x", trainer=True)[0] for p in (path, tmp_path / "one.ckpt")]
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert all(torch.equal(value, runs[1]["parameters"][name]) for name, value in runs[0]["parameters"].items())
+    exported = tmp_path / "of_the_file"
+    main(["export", str(tmp_path / "one.ckpt"), str(exported)])
+    assert torch.equal(files_of(exported)["model.norm.weight"], trained["model.model.norm.weight"])
+
+
+def test_a_checkpoint_of_plain_lightning(tmp_path: Path) -> None:
+    """It does not say what it holds."""
+    module = Recorder()
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="plain")
+    run = make_trainer("auto", max_epochs=1, enable_checkpointing=True, callbacks=[saver])
+    run.fit(module, batches(1))
+    path = str(tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match="add --config DIRECTORY"):
+        export(path, str(tmp_path / "export"))
+    module.model.config.architectures = ["LlamaForCausalLM"]
+    module.model.config.save_pretrained(tmp_path / "config")
+    export(path, str(tmp_path / "export"), config=str(tmp_path / "config"))
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    trained = whole_parameters(module)
+    assert all(torch.equal(p, trained[f"model.{name}"]) for name, p in loaded.named_parameters())
+
+
+def test_mistakes_are_one_line(pool2: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool2.run(train, tmp_path, save_distributed_checkpoint=False, trainer=True)
+    path = tmp_path / "epoch=0.ckpt"
+    content = torch.load(path)
+    del content["state_dict"]["model.model.norm.weight"]
+    torch.save(content, tmp_path / "partial.ckpt")
+    cases = {
+        ("export", tmp_path / "none.ckpt", tmp_path / "a"): "there is no checkpoint at",
+        ("export", path, tmp_path / "a", "--dtype=int8"): "no floating-point dtype",
+        ("export", path, tmp_path / "a", "--max_shard_size=2XB"): "is not a size",
+        ("export", path, tmp_path / "a", "--model=other"): "holds no model 'other'; it holds 'model'",
+        ("export", path, tmp_path / "a", "--tokenizer=/nowhere/at/all"): "cannot be loaded",
+        ("export", tmp_path / "partial.ckpt", tmp_path / "a"): "lacks 1 of 20 weights of LlamaForCausalLM",
+        ("consolidate", path, tmp_path): "is a folder",
+    }
+    for arguments, message in cases.items():
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        assert caught.value.code == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1
+
+
+def test_what_a_folder_says_of_its_model(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(train, tmp_path, trainer=True)
+    consolidate(str(tmp_path / "epoch=0.ckpt"), str(tmp_path / "one.ckpt"))
+    for path in (tmp_path / "epoch=0.ckpt", tmp_path / "one.ckpt"):
+        [found] = read_checkpoint(Location.of(path))["hugging_face_models"]
+        assert (found["name"], found["architecture"]) == ("model", "LlamaForCausalLM")

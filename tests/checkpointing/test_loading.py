@@ -1,0 +1,184 @@
+"""What may be loaded, how much of it, and what the user is told when it may not."""
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.testing.pool import Pool
+from tests.support.training import HIDDEN, VOCABULARY, Recorder, batches, fit, make_trainer, whole_parameters
+
+
+def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is returned
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+# ---- weights_only ----------------------------------------------------------------------------------------------------
+
+
+class WithObject(Recorder):
+    """Keeps an object in its checkpoint that only a full unpickling brings back."""
+
+    loaded: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = UserDict(answer=42)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["mine"]
+
+
+class AfterSetup(FSDP2TPStrategy):
+    """Loads when Lightning's own strategy does, where Trainer forgets what the user said."""
+
+    restore_checkpoint_after_setup = True  # type: ignore[assignment]
+
+
+def resume_with_objects(directory: Path, distributed: bool) -> dict[str, Any]:
+    fit({"tp": 2, "save_distributed_checkpoint": distributed}, directory, epochs=1, module=WithObject())
+    run = make_trainer({"tp": 2}, max_epochs=2)
+    path = directory / "epoch=0.ckpt"
+    module = WithObject()
+    refused = message_of(run.fit, module, batches(1), ckpt_path=path)
+    run = make_trainer({"tp": 2}, max_epochs=2)
+    run.fit(module, batches(1), ckpt_path=path, weights_only=False)
+    late = make_trainer(AfterSetup(tp=2), max_epochs=2)
+    stock = message_of(late.fit, WithObject(), batches(1), ckpt_path=path, weights_only=False)
+    return {"refused": refused, "loaded": module.loaded["answer"], "steps": len(module.losses), "stock": stock}
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_weights_only_is_the_users_choice(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
+    for result in pool2.run(resume_with_objects, tmp_path, distributed, trainer=True):
+        assert "weights_only=False" in result["refused"]
+        assert "UserDict" in result["refused"]
+        assert (result["loaded"], result["steps"]) == (42, 4)
+        assert "weights_only=True refuses" in result["stock"]
+
+
+# ---- weights without the rest ----------------------------------------------------------------------------------------
+
+
+def evaluate_best(directory: Path, distributed: bool) -> dict[str, Any]:
+    module = Recorder()
+    saver = ModelCheckpoint(directory, monitor="val_loss", save_weights_only=True, save_top_k=1)
+    run = make_trainer(
+        {"tp": 2, "save_distributed_checkpoint": distributed},
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[saver],
+    )
+    run.fit(module, batches(1), batches(1))
+    expected = whole_parameters(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    run.test(module, batches(1), ckpt_path="best", verbose=False)
+    validated = Recorder()
+    other = make_trainer({"dp_shard": 2})
+    other.validate(validated, batches(2), ckpt_path=saver.best_model_path, verbose=False)
+    refused = message_of(other.fit, Recorder(), batches(2), ckpt_path=saver.best_model_path)
+    equal = [
+        all(torch.equal(value, expected[name]) for name, value in whole_parameters(m).items())
+        for m in (module, validated)
+    ]
+    return {
+        "equal": equal,
+        "refused": refused,
+        "loss": float(other.callback_metrics["val_loss"]),
+        "best": saver.best_model_score,
+    }
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_weights_alone_can_be_evaluated_but_not_resumed(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
+    for result in pool2.run(evaluate_best, tmp_path, distributed, trainer=True):
+        assert result["equal"] == [True, True]
+        assert result["loss"] == pytest.approx(float(result["best"]), abs=1e-6)
+        assert "weights only" in result["refused"]
+        assert "trainer.validate" in result["refused"]
+
+
+class WithHooks(Recorder):
+    """Leaves parameters out of its checkpoint, renames one on the way back, and sets one itself."""
+
+    strict_loading = False
+    shown: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["whole"] = self.model.lm_head.weight
+        for name in [name for name in state if ".layers.1." in name]:
+            del state[name]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.shown = {name: tuple(value.shape) for name, value in state.items()}
+        assert type(checkpoint["whole"]) is Tensor
+        assert checkpoint["whole"].shape == (VOCABULARY, HIDDEN)
+        first, second = (f"model.model.layers.{i}.mlp.up_proj.weight" for i in range(2))
+        state[second] = state.pop(first)
+        state["model.model.norm.weight"] = torch.full((HIDDEN,), 0.5)
+        state["unknown"] = torch.zeros(1)
+
+
+def load_through_hooks(directory: Path, distributed: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    _, trained = fit({"tp": 2, "save_distributed_checkpoint": distributed}, directory, epochs=1, module=WithHooks())
+    module = WithHooks()
+    run = make_trainer({"tp": 2})
+    run.validate(module, batches(1), ckpt_path=directory / "epoch=0.ckpt", verbose=False)
+    return trained, whole_parameters(module), module.shown
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_hooks_and_partial_checkpoints(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
+    trained, loaded, shown = pool2.run(load_through_hooks, tmp_path, distributed, trainer=True)[0]
+    assert shown["model.lm_head.weight"] == (VOCABULARY, HIDDEN)
+    assert not any(".layers.1." in name for name in shown)
+    name = "model.model.layers.{}.mlp.up_proj.weight"
+    assert torch.equal(loaded[name.format(1)], trained[name.format(0)])
+    assert not torch.equal(loaded[name.format(0)], trained[name.format(0)])
+    assert torch.equal(loaded["model.model.norm.weight"], torch.full((HIDDEN,), 0.5))
+    query = "model.model.layers.{}.self_attn.q_proj.weight"
+    assert torch.equal(loaded[query.format(0)], trained[query.format(0)])
+    assert not torch.equal(loaded[query.format(1)], trained[query.format(1)])
+
+
+def load_another_model(directory: Path) -> list[str]:
+    fit({"tp": 2}, directory, epochs=1, module=Recorder(tied=True))
+    path = directory / "epoch=0.ckpt"
+    untied = Recorder(tied=False)
+    run = make_trainer({"tp": 2})
+    run.validate(untied, batches(1), ckpt_path=path, verbose=False)
+    parameters = whole_parameters(untied)
+    assert torch.equal(parameters["model.lm_head.weight"], parameters["model.model.embed_tokens.weight"])
+
+    class Wider(Recorder):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.lm_head = torch.nn.Linear(HIDDEN, 60, bias=False)
+
+    class Larger(Recorder):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.more = torch.nn.Linear(2, 2)
+
+    return [
+        message_of(make_trainer({"tp": 2}).validate, module, batches(1), ckpt_path=path)
+        for module in (Wider(tied=False), Larger())
+    ]
+
+
+def test_a_checkpoint_of_another_model(pool2: Pool, tmp_path: Path) -> None:
+    shape, names = pool2.run(load_another_model, tmp_path, trainer=True)[0]
+    assert "lm_head.weight has the shape (61, 24) in the checkpoint and (60, 24) in the model" in shape
+    assert ".ckpt cannot be loaded" in shape
+    assert "missing: more.weight, more.bias" in names
+    assert "strict_loading=False" in names

@@ -1,0 +1,130 @@
+"""A checkpoint between the micro-batches of an optimizer step, in the middle of an epoch, goes on exactly there."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel.finetuning.loader import ResumableLoader
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.marks import with_long
+from tests.support.training import GLOBAL_BATCH, Recorder, make_trainer, rows, whole_parameters, world_size
+
+ACCUMULATE = 3
+BATCHES = 8  # of an epoch: steps after the batches 3, 6 and 8
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp=2": {"tp": 2},
+    "dp_shard=2, one file": {"save_distributed_checkpoint": False},
+    "dp_replicate=2": {"dp_replicate": 2},
+    "DDP": {},
+    "dp_shard=2 x tp=2": {"tp": 2},
+    "one device": {},
+}
+RANKS = {"tp=2": 2, "dp_shard=2, one file": 2, "dp_replicate=2": 2, "DDP": 2, "dp_shard=2 x tp=2": 4, "one device": 1}
+
+
+class SaveAfter(Callback):
+    """Saves when ``count`` batches are through."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.path = path
+        self.count = count
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
+            trainer.save_checkpoint(self.path)
+
+
+class AdamRecorder(Recorder):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def run(layout: str, path: Path, save_after: int | None, resume: Path | None, keeps_position: bool) -> dict[str, Any]:
+    module = AdamRecorder()
+    callbacks = [] if save_after is None else [SaveAfter(path, save_after)]
+    sizes = LAYOUTS[layout]
+    strategy = DDPStrategy() if layout == "DDP" else FSDP2TPStrategy(**sizes)
+    size = GLOBAL_BATCH // (world_size() // sizes.get("tp", 1))
+    kind = ResumableLoader if keeps_position else DataLoader
+    loader = kind(TensorDataset(rows(BATCHES * GLOBAL_BATCH)), batch_size=size, shuffle=True)
+    settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
+    make_trainer(strategy, callbacks=callbacks, **settings).fit(module, loader, ckpt_path=resume)
+    return {"losses": module.losses, "draws": module.draws, "parameters": whole_parameters(module)}
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items())
+
+
+def follow(source: str) -> list[str]:
+    """All layouts, in a circle from ``source`` on."""
+    i = list(LAYOUTS).index(source)
+    return [*LAYOUTS, *LAYOUTS][i : i + len(LAYOUTS)]
+
+
+@pytest.fixture
+def pools(nursery: Nursery, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
+    return {1: Pool(nursery, 1), 2: pool2, 4: pool4}
+
+
+@pytest.mark.parametrize("source", with_long(LAYOUTS, "dp_replicate=2", "DDP"))
+def test_it_goes_on_in_any_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
+    """Two of three micro-batches are through, in the second epoch. Every layout is resumed from two others. Loaders
+    keep their position with DDP, and are torch's own elsewhere.
+    """
+    check(pools, tmp_path, source, follow(source)[:3])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", list(LAYOUTS))
+def test_it_goes_on_in_every_other_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
+    check(pools, tmp_path, source, follow(source)[3:])
+
+
+def check(pools: dict[int, Pool], directory: Path, source: str, targets: list[str]) -> None:
+    path = directory / "mid.ckpt"
+    count = BATCHES + 5
+
+    def start(layout: str, count: int | None, resume: Path | None) -> dict[str, Any]:
+        return pools[RANKS[layout]].run(run, layout, path, count, resume, source == "DDP", trainer=True)[0]
+
+    whole = start(source, count, None)
+    for layout in targets:
+        again = start(layout, None, path)
+        if layout == source and source in ("tp=2", "one device"):
+            assert again["losses"] == whole["losses"][count:]
+            assert again["draws"] == whole["draws"][count:]
+            assert largest_difference(again, whole) == 0
+        else:  # the sum of the gradients over data ranks is made in two parts
+            assert again["losses"] == pytest.approx(whole["losses"][count:], abs=1e-6), layout
+            assert largest_difference(again, whole) < 5e-6, layout
+
+
+def run_with_torchdata(path: Path, resume: Path | None) -> dict[str, Any]:
+    """Each data rank draws its own order."""
+    module = AdamRecorder()
+    shuffle = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    loader = StatefulDataLoader(TensorDataset(rows()), batch_size=2, shuffle=True, generator=shuffle)
+    trainer = make_trainer({}, callbacks=[SaveAfter(path, 3)], max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module, loader, ckpt_path=resume)
+    return {"losses": module.losses, "parameters": whole_parameters(module)}
+
+
+def test_every_data_rank_has_its_own_position(pool2: Pool, tmp_path: Path) -> None:
+    whole = pool2.run(run_with_torchdata, tmp_path / "3.ckpt", None, trainer=True)
+    again = pool2.run(run_with_torchdata, tmp_path / "x.ckpt", tmp_path / "3.ckpt", trainer=True)
+    for rank in range(2):
+        assert again[rank]["losses"] == whole[rank]["losses"][3:]
+        assert largest_difference(again[rank], whole[rank]) == 0

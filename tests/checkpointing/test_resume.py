@@ -1,0 +1,122 @@
+"""A run that is stopped and resumed, in the same layout or another, is the run that was not stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
+
+STEPS_PER_EPOCH = 4
+
+
+def train(sizes: dict[str, Any], directory: Path | str, epochs: int, **arguments: Any) -> dict[str, Any]:
+    module, parameters = fit(sizes, directory, epochs=epochs, **arguments)
+    return {"losses": module.losses, "draws": module.draws, "parameters": parameters}
+
+
+def furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected)
+
+
+def test_the_same_layout_is_bitwise_the_same(pool2: Pool, tmp_path: Path) -> None:
+    """The first run saves in the background."""
+    whole = pool2.run(train, {"tp": 2, "async_save": True}, tmp_path / "a", 3, trainer=True)
+    again = pool2.run(train, {"tp": 2}, tmp_path / "b", 3, resume=tmp_path / "a/epoch=1.ckpt", trainer=True)
+    for rank in range(2):
+        assert again[rank]["losses"] == whole[rank]["losses"][2 * STEPS_PER_EPOCH :]
+        assert again[rank]["draws"] == whole[rank]["draws"][2 * STEPS_PER_EPOCH :]
+        assert furthest(again[rank]["parameters"], whole[rank]["parameters"]) == 0
+
+
+def test_across_layouts_and_kinds(nursery: Nursery, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    """tp=2 -> dp=2 -> one process -> dp=2 x tp=2 and dp_replicate=2 x tp=2; the second writes a plain file. The tied
+    vocabulary is odd.
+    """
+    whole = pool2.run(train, {"tp": 2}, tmp_path / "a", 4, trainer=True)[0]
+    file = {"save_distributed_checkpoint": False}
+    by_data = pool2.run(train, file, tmp_path / "b", 2, resume=tmp_path / "a/epoch=0.ckpt", trainer=True)[0]
+    one = Pool(nursery, 1).run(train, {}, tmp_path / "c", 3, resume=tmp_path / "b/epoch=1.ckpt", trainer=True)[0]
+    for sizes in ({"tp": 2}, {"tp": 2, "dp_replicate": 2}):
+        folder = tmp_path / f"d{len(sizes)}"
+        four = pool4.run(train, sizes, folder, 4, resume=tmp_path / "c/epoch=2.ckpt", trainer=True)[0]
+        losses = [*by_data["losses"], *one["losses"], *four["losses"]]
+        assert losses == pytest.approx(whole["losses"][STEPS_PER_EPOCH:], abs=1e-6)
+        assert furthest(four["parameters"], whole["parameters"]) < 1e-5
+        assert furthest(stored_tensors(folder), stored_tensors(tmp_path / "a")) < 1e-5
+    assert by_data["draws"] == whole["draws"][STEPS_PER_EPOCH : 2 * STEPS_PER_EPOCH]
+    module = Recorder.load_from_checkpoint(tmp_path / "b/epoch=1.ckpt")
+    saved = torch.load(tmp_path / "b/epoch=1.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in module.named_parameters())
+
+
+def train_by_url(distributed: bool) -> tuple[list[float], list[float], list[str]]:
+    arguments = {"save_distributed_checkpoint": distributed}
+    folder = f"memory://checkpoints-{distributed}"
+    whole = train(arguments, folder, 2)["losses"]
+    again = train(arguments, "memory://others", 2, resume=f"{folder}/epoch=0.ckpt")["losses"]
+    return whole[STEPS_PER_EPOCH:], again, Location.of(folder).names()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_url_in_place_of_a_path(nursery: Nursery, distributed: bool) -> None:
+    [(whole, again, names)] = Pool(nursery, 1).run(train_by_url, distributed, trainer=True)
+    assert again == whole
+    assert names == ["epoch=0.ckpt", "epoch=1.ckpt"]
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every parameter and optimizer state of the last checkpoint in ``folder``, as it was written."""
+    found = read_checkpoint(Location.of(folder / "epoch=3.ckpt"))
+    moments = {
+        f"{name}.{key}": value.load()
+        for name, state in found["optimizer_states"][0]["state"].items()
+        for key, value in state.items()
+    }
+    return {**{name: value.load() for name, value in found["state_dict"].items()}, **moments}
+
+
+# ---- checkpoints of other strategies ---------------------------------------------------------------------------------
+
+
+class Sharded(Recorder):
+    """What a user of Lightning's own strategy writes."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            for block in self.model.model.layers:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def train_elsewhere(name: str, directory: Path) -> dict[str, Any]:
+    strategy = DDPStrategy() if name == "ddp" else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    module = Recorder(tied=False) if name == "ddp" else Sharded(tied=False)
+    saver = ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
+    run = make_trainer(strategy, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
+    run.fit(module, batches(2, shuffle=True))
+    return {"losses": module.losses, "parameters": whole_parameters(module)}
+
+
+def resume_here(path: Path, directory: Path) -> dict[str, Any]:
+    module = Recorder(tied=False)
+    arguments: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    return train({"tp": 2}, directory, 2, module=module, resume=path, **arguments)
+
+
+@pytest.mark.parametrize("name", ["ddp", "model parallel"])
+def test_resume_from_lightnings_own_strategies(pool2: Pool, tmp_path: Path, name: str) -> None:
+    """A plain file with numbered optimizer states, and a folder with named ones."""
+    there = pool2.run(train_elsewhere, name, tmp_path / "there", trainer=True)[0]
+    here = pool2.run(resume_here, tmp_path / "there/epoch=0.ckpt", tmp_path / "here", trainer=True)[0]
+    assert here["losses"] == pytest.approx(there["losses"][STEPS_PER_EPOCH:], abs=1e-6)
+    assert furthest(here["parameters"], there["parameters"]) < 1e-5

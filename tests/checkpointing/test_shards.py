@@ -1,0 +1,75 @@
+"""What a rank holds, against ``torch.chunk`` in the order in which tensor parallelism and FSDP2 cut."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_automodel.checkpointing.dcp import Held, list_tensors, write_tensors
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.boxes import pieces_at
+from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
+from lightning_automodel.testing.pool import Nursery, Pool
+
+
+def cut(rows: Tensor, count: int, index: int) -> Tensor:
+    chunks = rows.chunk(count)
+    return chunks[index] if index < len(chunks) else rows[:0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(1, 70), dp=st.integers(1, 5), tp=st.integers(1, 5), stacked=st.integers(1, 3), data=st.data())
+def test_pieces_are_what_the_cuts_leave(rows: int, dp: int, tp: int, stacked: int, data: st.DataObject) -> None:
+    rows = rows if stacked == 1 else rows * stacked * tp
+    i, j = data.draw(st.integers(0, dp - 1)), data.draw(st.integers(0, tp - 1))
+    by_tp = Shard(0) if stacked == 1 else _StridedShard(0, split_factor=stacked)
+    by_dp = Shard(0) if tp == 1 and stacked == 1 else _StridedShard(0, split_factor=tp)
+    found = pieces_at((rows, 3), (2, dp, tp), (Replicate(), by_dp, by_tp), (1, i, j))
+    matrices = torch.arange(rows).chunk(stacked)
+    expected = cut(torch.cat([cut(matrix, tp, j) for matrix in matrices]), dp, i)
+    actual = [row for piece in found for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])]
+    assert actual == expected.tolist()
+    assert all(piece.offsets[1] == 0 and piece.sizes[1] == 3 for piece in found)
+
+
+def test_partial_sums_have_no_pieces() -> None:
+    with pytest.raises(ValueError, match="redistribute"):
+        pieces_at((4,), (2,), (Partial(),), (0,))
+
+
+def saved(rows: int, tp: int, directory: Path) -> dict[str, bool]:
+    """Whether our gather, our folder and torch's distributed checkpoint give back what was cut."""
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), tp=tp), "cpu")
+    value = torch.randn(rows, 4)
+    layer = nn.Linear(4, rows, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(value, axis(mesh, TP), [Shard(0)]))
+    fully_shard(layer, mesh=axis(mesh, DP_SHARD))
+    whole = gather_whole(layer.weight)
+    write_tensors({"w": Held.of(layer.weight.detach(), "w")}, Location.of(directory / "ours"))
+    ours = list_tensors(Location.of(directory / "ours"), weights_only=True)["w"].load()
+    dcp.save({"w": layer.weight.detach()}, checkpoint_id=directory / "torch")
+    torchs = torch.zeros(rows, 4)
+    with suppress(dcp.CheckpointException):
+        dcp.load({"w": torchs}, checkpoint_id=directory / "torch")
+    return {
+        "gathered": whole is None or torch.equal(whole, value),
+        "ours": torch.equal(ours, value),
+        "torch": torch.equal(torchs, value),
+    }
+
+
+@pytest.mark.parametrize(("rows", "torch_is_right"), [(7, False), (8, True)])
+def test_uneven_shards_are_saved_right(nursery: Nursery, rows: int, torch_is_right: bool) -> None:
+    """7 rows over tp=2 are 4 and 3, over dp=3 then 2 + 2 and 1 + 1 + 1: torch's offsets are wrong here."""
+    results = Pool(nursery, 6).run(saved, rows, 2, with_directory=True)
+    assert results == [{"gathered": True, "ours": True, "torch": torch_is_right}] * 6

@@ -1,0 +1,80 @@
+"""A mistake in a command is one line that names the key and proposes what was meant, and exit code 1."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_automodel.cli import AutomodelCLI, main
+
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
+
+MODEL = "--model.model=anywhere"
+MISTAKES = {
+    "strategy.sequence_paralel=true": "did you mean --trainer.strategy.config.sequence_parallel?",
+    "strategy.sequence_parallel=true": "did you mean --trainer.strategy.config.sequence_parallel?",
+    "strategy.config.sequence_paralel=true": "FSDP2Config has no 'sequence_paralel'; did you mean",
+    "strategy.tp=two": "--trainer.strategy.tp=two: it takes an int",
+    "max_steps=abc": "--trainer.max_steps=abc: it takes an int",
+    "maxsteps=3": "did you mean --trainer.max_steps?",
+    "callbacks+=EarlyStop": "did you mean EarlyStopping?",
+}
+WORDS = {
+    "": "a subcommand is missing; use one of fit, validate",
+    "fitt": "did you mean fit?",
+    "fit": "missing: --model.model",
+    "fit --foo": "there is no option --foo",
+    "fit --model.modle=x": "did you mean --model.model?",
+    "fit --model=Foo": "--model=Foo: there is no such class",
+    f"fit {MODEL} --model.optimizer=AdaW": "--model.optimizer=AdaW: there is no such class",
+    f"fit {MODEL} --model.optimizer.lrr=1": "AdamW has no 'lrr'; did you mean --model.optimizer.lr?",
+    "fit --data.seq=3": "TextDataModule has no 'seq'; it has tokenizer, train_files",
+    "fit --data=TextData": "did you mean TextDataModule?",
+    "fit --config=/nowhere.yaml": "File does not exist: '/nowhere.yaml'",
+    "export": "missing: checkpoint, output",
+    "export /nowhere /tmp/out": "there is no checkpoint at /nowhere",
+}
+CASES = {**{f"fit {MODEL} --trainer.{key}": text for key, text in MISTAKES.items()}, **WORDS}
+
+
+def one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        main(command)
+    assert exit_info.value.code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "lightning-automodel: error:" in line]
+    return line
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_mistakes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert CASES[command] in one_line(command.split(), capsys)
+
+
+def test_a_wrong_key_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {max_step: 3}\nmodel: {init_args: {model: x}}\n")
+    line = one_line(["fit", f"--config={tmp_path / 'run.yaml'}"], capsys)
+    assert "there is no option --trainer.max_step; did you mean --trainer.max_steps?" in line
+
+
+def test_only_the_first_process_of_a_node_says_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit, match="1"):
+        main(["fit"])
+    assert "error" not in capsys.readouterr().err
+
+
+class Parsed(AutomodelCLI):
+    """Stops before anything is built."""
+
+    def instantiate_classes(self) -> None:
+        self.trainer = self.model = None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("given", "epochs"), [("", 1), ("--trainer.max_steps=5", None), ("--trainer.max_epochs=3", 3)])
+def test_a_run_that_nothing_bounds_is_one_epoch(given: str, epochs: int | None) -> None:
+    parsed = Parsed(["fit", MODEL, *given.split()])
+    assert parsed.config.fit.trainer.max_epochs == epochs

@@ -1,0 +1,1 @@
+"""Private names of other libraries: that they are there, and mean what they meant."""

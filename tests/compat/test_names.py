@@ -1,0 +1,128 @@
+"""Each private name of others that the package uses, one test each: a new release that lacks it fails here by name."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import lightning_automodel
+from lightning_automodel.loss.install import _LOSSES
+from lightning_automodel.plans.attention_heads import names_in_code
+from lightning_automodel.testing.pool import Pool
+from tests.compat.names import ATTRIBUTES, COMPAT, PARAMETERS
+from tests.plans.support import build_llama
+
+PACKAGE = Path(lightning_automodel.__file__).parent
+VERSIONS = f"torch {torch.__version__}, lightning {lightning.__version__}, transformers {transformers.__version__}"
+
+
+def find(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found = importlib.import_module(module)
+    for name in filter(None, names.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def names_in(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
+
+
+def knows(owner: Any, name: str) -> bool:
+    if hasattr(owner, name):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    functions = [f for kind in inspect.getmro(owner) for f in vars(kind).values() if inspect.isfunction(f)]
+    return any(name in names_in(inspect.unwrap(f).__code__) for f in functions)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in ATTRIBUTES.items() for name in names])
+def test_attribute(owner: str, name: str) -> None:
+    assert knows(find(owner), name), f"{owner} has lost {name} in one of {VERSIONS}"
+
+
+@pytest.mark.parametrize("function", PARAMETERS)
+def test_parameters(function: str) -> None:
+    found = list(inspect.signature(inspect.unwrap(find(function))).parameters)
+    assert found == PARAMETERS[function], f"{function} has changed in one of {VERSIONS}"
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    for path in COMPAT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                library = node.module.partition(".")[0]
+                if library in ("lightning", "torch", "transformers"):
+                    yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(imported())))
+def test_import(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    if not hasattr(found, name):
+        importlib.import_module(f"{module}.{name}")
+
+
+# ---- what the code of others tells -----------------------------------------------------------------------------------
+
+
+def test_the_loss_is_found_in_the_code_of_a_model() -> None:
+    model = build_llama()
+    assert "loss_function" in names_in(inspect.unwrap(type(model).forward).__code__)
+    assert model.loss_function in _LOSSES
+
+
+def test_heads_are_found_in_the_code_of_an_attention() -> None:
+    attention = build_llama().model.layers[0].self_attn
+    assert "head_dim" in names_in_code(attention)
+
+
+def state_of_fsdp2() -> list[str]:
+    """Runs on each rank: attributes of instances, which no class shows."""
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    state = fully_shard.state(module)
+    (group,) = state._fsdp_param_groups
+    lacking = [name for name in ("fsdp_params", "post_forward_mesh_info", "offload_policy") if not hasattr(group, name)]
+    names = ("sharded_param", "unsharded_accumulated_grad", "mesh_info", "fsdp_placement")
+    return lacking + [name for name in names if not hasattr(group.fsdp_params[0], name)]
+
+
+def test_state_of_fsdp2(pool2: Pool) -> None:
+    assert pool2.run(state_of_fsdp2) == [[], []]
+
+
+# ---- what importing does ---------------------------------------------------------------------------------------------
+
+ALLOWED = {"StrategyRegistry.register", "logger.addHandler", "logger.setLevel", "warnings.filterwarnings"}
+
+
+def calls_at_import(body: list[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            continue
+        if isinstance(statement, ast.For | ast.If | ast.With | ast.Try):
+            yield from calls_at_import(statement.body)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            yield ast.unparse(statement.value.func)
+        elif isinstance(statement, ast.Assign):
+            yield from (ast.unparse(target) for target in statement.targets if isinstance(target, ast.Attribute))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_importing_changes_nothing_of_others(path: Path) -> None:
+    body = [s for s in ast.parse(path.read_text()).body if "__main__" not in ast.unparse(s)]
+    assert set(calls_at_import(body)) <= ALLOWED

@@ -1,0 +1,1 @@
+"""Of any nn.Module."""

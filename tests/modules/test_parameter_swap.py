@@ -1,0 +1,85 @@
+"""Other tensors in the place of parameters, while a module runs."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.modules.forward import recomputation_context
+from lightning_automodel.modules.parameter_swap import ParameterSwap
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        if fail:
+            raise RuntimeError
+        return self.second(self.first(x))
+
+
+class Doubled:
+    """Counts how often it computes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        self.calls += 1
+        return parameter * 2
+
+
+def swapped() -> tuple[Tied, Doubled]:
+    model, doubled, swap = Tied(), Doubled(), ParameterSwap()
+    swap.add(model.first, "weight", doubled)
+    swap.add(model.second, "weight", doubled)
+    swap.install(model)
+    return model, doubled
+
+
+def test_tied_parameters_are_computed_once_and_get_both_gradients() -> None:
+    model, doubled = swapped()
+    weight, x = model.first.weight, torch.ones(1, 3)
+    output = model(x)
+    output.sum().backward()
+    assert doubled.calls == 1
+    again = weight.detach().clone().requires_grad_()
+    expected = x @ (2 * again).T @ (2 * again).T
+    expected.sum().backward()
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(weight.grad, again.grad)
+
+
+def test_parameters_are_back_whatever_happens() -> None:
+    model, _ = swapped()
+    weight = model.first.weight
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3), fail=True)
+    assert model.first.weight is weight
+    model(torch.ones(1, 3))
+    assert model.second.weight is weight
+    assert model.state_dict().keys() == Tied().state_dict().keys()
+
+
+def test_a_recomputation_sees_what_the_forward_pass_saw() -> None:
+    model, _ = swapped()
+    context = recomputation_context(model)
+    with context():
+        torch.testing.assert_close(model.second.weight, model.first.weight)
+        assert not isinstance(model.first.weight, nn.Parameter)
+    assert isinstance(model.first.weight, nn.Parameter)
+
+
+def test_a_copy_exchanges_its_own() -> None:
+    model, _ = swapped()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.first.weight.zero_()
+    assert other(torch.ones(1, 3)).count_nonzero() == 0
+    assert model(torch.ones(1, 3)).count_nonzero() == 3

@@ -1,0 +1,179 @@
+"""Plans of users: the documented one is exact, heads are divided, and what would give other numbers is an error."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.plans import derive_layout, select_plan, validate_tp
+from lightning_automodel.plans.styles import STYLES
+from lightning_automodel.testing.pool import Pool
+from tests.plans.support import BOUND, SCHEDULE, build_llama, build_opt
+from tests.support.comparison import compare
+from tests.support.families import tiny_model
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+DECODER, PERSIMMON, MOSHI = "model.decoder.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp"
+FUSED = {f"{PERSIMMON}.query_key_value": "interleaved_colwise", f"{PERSIMMON}.dense": "rowwise"}
+GATED = {f"{MOSHI}.fc1": "packed_colwise", f"{MOSHI}.fc2": "rowwise"}
+ADDS = {
+    "transformer.blocks.*.ffn": "separate",  # it is handed the residual stream, and adds it
+    "transformer.blocks.*.ffn.up_proj": "colwise",
+    "transformer.blocks.*.ffn.down_proj": "rowwise",
+}
+ATTENTION = {**{f"{DECODER}.self_attn.{n}_proj": "colwise" for n in "qkv"}, f"{DECODER}.self_attn.out_proj": "rowwise"}
+
+
+def documented() -> dict[str, str]:
+    """The worked example, run as it stands."""
+    (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names["strategy"].config.tp_plan
+
+
+def test_every_style_is_documented() -> None:
+    rows = "\n".join(row.split("|")[1] for row in DOCUMENT.splitlines() if row.startswith("| `"))
+    assert sorted(re.findall(r"`(\w+)`", rows)) == sorted(STYLES)
+
+
+def errors() -> dict[str, tuple[float, str]]:
+    """Runs on each rank."""
+    tiny = {"gptj": "transformer.h.*.attn", "whisper": "model.decoder.layers.*.self_attn"}
+    plans = {
+        name: {f"{at}.{n}_proj": "colwise" for n in "qkv"} | {f"{at}.out_proj": "rowwise"} for name, at in tiny.items()
+    }
+    cases: dict[str, tuple[Any, Any]] = {
+        "documented": (build_opt, documented()),
+        **{name: (partial(tiny_model, name), plan) for name, plan in plans.items()},
+        "fused": (partial(tiny_model, "persimmon"), FUSED),
+        "gated": (partial(tiny_model, "moshi"), GATED),
+        "residual inside": (partial(tiny_model, "mpt"), ADDS),
+    }
+    return {
+        name: compare(build, {"tp": 2}, 2, SCHEDULE, FSDP2Config(tp_plan=plan)).largest
+        for name, (build, plan) in cases.items()
+    }
+
+
+def test_custom_plans_are_exact(pool2: Pool) -> None:
+    for found in pool2.run(errors):
+        assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+def test_the_documented_plan_leaves_no_matrix_of_a_layer_whole() -> None:
+    model = build_opt()
+    layout = derive_layout(model, select_plan(model, documented()), 2)
+    matrices = [n for n, p in model.named_parameters() if p.ndim == 2 and "embed_positions" not in n]
+    assert [n for n in matrices if layout.parameters[n].placement == Replicate()] == []
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+class ReadsConfig(nn.Module):
+    """An attention module that asks its config for the number of heads."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.q_proj, self.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(self.q_proj(x).view(len(x), -1, self.config.num_attention_heads, 2).flatten(2))
+
+
+def reads_config() -> nn.Module:
+    model = build_opt()
+    for layer in model.model.decoder.layers:
+        layer.self_attn = ReadsConfig(model.config)
+    return model
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))
+
+
+@pytest.mark.parametrize(
+    ("build", "rules", "message"),
+    [
+        (build_llama, {"model.layers.*.mlp.up_proj": "embedding_rowwise"}, r"\(Linear\) .* for torch.nn.Embedding"),
+        (
+            build_llama,
+            {"model.embed_tokens": "colwise"},
+            r"'model.embed_tokens' \(Embedding\) .* use one of embedding_",
+        ),
+        (
+            build_llama,
+            {"extends": "model", "model.embed_tokens": "rowwise"},
+            "the style rowwise, but an embedding looks rows up",
+        ),
+        (build_llama, {"model.layers.*.mlp": "colwise"}, r"no parameter of its own .* holds gate_proj, up_proj"),
+        (
+            build_opt,
+            {f"{DECODER}.fc1.weight": "colwise"},
+            r"no collectives; name the module: 'model.decoder.layers.\*.fc1'",
+        ),
+        (build_opt, {f"{DECODER}.fc1": "split_heads"}, r"split_heads, but it has no attribute that counts heads"),
+        (gpt2, {"transformer.h.*.mlp.c_fc": "colwise"}, r"\(Conv1D\) .* stored as \[in, out\]"),
+        (reads_config, ATTENTION, r"self_attn \(ReadsConfig\) reads config.num_attention_heads"),
+        (
+            partial(tiny_model, "persimmon"),
+            dict.fromkeys(FUSED, "colwise") | {f"{PERSIMMON}.dense": "rowwise"},
+            "alternate",
+        ),
+        (
+            partial(tiny_model, "moshi"),
+            GATED | {f"{MOSHI}.fc1": ColwiseParallel()},
+            "Use packed_colwise where two stand",
+        ),
+    ],
+    ids=lambda value: "" if callable(value) else None,
+)
+def test_styles_that_do_not_fit(build: Any, rules: dict[str, Any], message: str) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        derive_layout(model, select_plan(model, rules), 2)
+
+
+EXPERTS = "model.layers.*.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("rules", "lacking"),
+    [
+        ({EXPERTS: "moe_tp_experts"}, "no rule splits it"),
+        ({EXPERTS: "moe_tp_experts", f"{EXPERTS}.down_proj": "rowwise"}, "gate_up_proj is whole .* no rule splits it"),
+        ({EXPERTS: "all_reduce", f"{EXPERTS}.w3": "rowwise"}, rf"the rules '{re.escape(EXPERTS)}.w3' match nothing"),
+        (
+            {
+                EXPERTS: "moe_tp_experts",
+                **dict.fromkeys((f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"), "replicate"),
+            },
+            "no rule splits it",
+        ),
+        ({"extends": "model", f"{EXPERTS}.gate_up_proj": "replicate"}, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*match nothing and are dropped")
+def test_whole_values_are_not_summed(rules: dict[str, str], lacking: str | None) -> None:
+    model = tiny_model("mixtral")
+    if lacking is None:  # named as whole beside slices: the user's word
+        derive_layout(model, select_plan(model, rules), 2)
+        return
+    with pytest.raises(ValueError, match=rf"experts' .* count what it gives tp times: .*{lacking}|{lacking}"):
+        derive_layout(model, select_plan(model, rules), 2)
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    model = build_opt()
+    with pytest.raises(ValueError, match=r"model.decoder.layers.\*.self_attn.num_heads=4"):
+        validate_tp(model, 3, derive_layout(model, select_plan(model, ATTENTION), 3))

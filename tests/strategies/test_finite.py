@@ -1,0 +1,117 @@
+"""A loss or a gradient that is not finite: the run ends before the step, or the step is left out, on all ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel.config import DDPConfig, FSDP2Config
+from lightning_automodel.strategies import precision
+from lightning_automodel.testing.pool import Pool
+from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
+
+STEPS, BAD = 4, 2
+
+
+class Broken(Recorder):
+    """Whose rank 1 meets a bad micro-batch in one step: the second of two."""
+
+    def __init__(self, value: float, optimizer: str, by_hand: bool) -> None:
+        super().__init__()
+        self.value, self.optimizer, self.by_hand = value, optimizer, by_hand
+        self.automatic_optimization = not by_hand
+        self.before: dict[str, Tensor] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if batch_idx % 2 == 0:
+            self.before = whole_parameters(self.model)
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        if batch_idx == 2 * BAD + 1 and self.trainer.strategy.data_rank == self.trainer.strategy.data_size - 1:
+            loss = loss * self.value
+        if not self.by_hand:
+            return loss
+        self.manual_backward(loss / 2)
+        if batch_idx % 2 == 1:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        if self.by_hand:
+            return [torch.optim.SGD(half, lr=0.1) for half in (parameters[:5], parameters[5:])]
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=self.optimizer == "fused")
+
+
+def strategy_of(kind: str, policy: str) -> Any:
+    if kind == "ddp":
+        return DDPStrategy(config=DDPConfig(nonfinite=policy))
+    return FSDP2TPStrategy(tp=2 if kind == "tp" else 1, config=FSDP2Config(nonfinite=policy))
+
+
+def train(
+    kind: str, policy: str, value: float, optimizer: str = "", by_hand: bool = False
+) -> tuple[str, bool, list[bool]]:
+    """Runs on each rank: the error, whether the weights are those before the bad step, and which are finite."""
+    module = Broken(value, optimizer, by_hand)
+    accumulation = {} if by_hand else {"accumulate_grad_batches": 2}
+    run = make_trainer(strategy_of(kind, policy), max_epochs=1, limit_train_batches=2 * STEPS, **accumulation)
+    message = ""
+    try:
+        run.fit(module, batches(1 if kind == "tp" else world_size(), count=128))
+    except RuntimeError as error:
+        message = str(error)
+    after = whole_parameters(module.model)
+    kept = all(torch.equal(after[name], value) for name, value in module.before.items())
+    return message, kept, [bool(torch.isfinite(value).all()) for value in after.values()]
+
+
+def deferred() -> list[tuple[str, bool, list[bool]]]:
+    """Runs on each rank: as on an accelerator, where the optimizer leaves its step out and the host looks later."""
+    original, precision.can_defer = precision.can_defer, lambda optimizer: True
+    try:
+        return [train("fsdp", policy, torch.nan, "fused") for policy in ("error", "skip")]
+    finally:
+        precision.can_defer = original
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp"])
+def test_a_run_ends_before_the_step(kind: str, pool2: Pool) -> None:
+    rank = 0 if kind == "tp" else 1
+    for message, kept, are_finite in pool2.run(train, kind, "error", torch.nan, trainer=True):
+        assert f"optimizer step {BAD}: the loss of micro-batch 1 of rank {rank} is nan" in message
+        assert "the gradient of model.model.embed_tokens.weight and" in message
+        assert kept
+        assert all(are_finite)
+
+
+def test_a_step_is_left_out(pool2: Pool) -> None:
+    for message, kept, are_finite in pool2.run(train, "fsdp", "skip", torch.inf, trainer=True):
+        assert message == ""
+        assert not kept  # the steps after it were taken
+        assert all(are_finite)
+    assert not all(pool2.run(train, "fsdp", "ignore", torch.inf, trainer=True)[0][2])
+
+
+def test_optimizers_that_are_called_by_hand(pool2: Pool) -> None:
+    for message, kept, _ in pool2.run(train, "fsdp", "error", torch.nan, "", True, trainer=True):
+        assert f"optimizer step {2 * BAD}: the loss of micro-batch 1 of rank 1 is nan" in message
+        assert kept
+
+
+def test_an_optimizer_that_looks_by_itself(pool2: Pool) -> None:
+    for ended, skipped in pool2.run(deferred, trainer=True):
+        assert f"optimizer step {BAD}: the loss of micro-batch 1 of rank 1 is nan" in ended[0]
+        assert ended[1]
+        assert skipped[0] == ""
+        assert not skipped[1]
+        assert all(ended[2] + skipped[2])
+
+
+def test_policies() -> None:
+    for config in (FSDP2Config, DDPConfig):
+        with pytest.raises(ValueError, match="nonfinite='warn' is not one of 'error', 'skip', 'ignore'"):
+            config(nonfinite="warn")

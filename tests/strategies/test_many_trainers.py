@@ -1,0 +1,95 @@
+"""Trainers that follow one another in the same processes leave nothing behind: threads, files, memory."""
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel.testing.pool import Pool
+from tests.support.training import Recorder, batches, make_trainer
+
+
+def held() -> tuple[int, int]:
+    """Threads and open files of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def resident() -> int:
+    """Memory of this process in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+def train_often(count: int, directory: Path) -> list[tuple[int, int, int]]:
+    """Runs on each rank: threads, files and memory after each of ``count`` trainers."""
+    found = []
+    for i in range(count):
+        split = FSDP2TPStrategy(tp=2, async_save=True)
+        run = make_trainer(DDPStrategy() if i % 2 else split, max_steps=1)
+        run.fit(Recorder(), batches(2 if i % 2 else 1))
+        if i < 3:
+            run.save_checkpoint(directory / str(i))
+            run.strategy._background.wait()
+        del run, split
+        found.append((*held(), resident()))
+    return found
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
+def test_threads_and_files_stay_those_of_two_trainers(count: int, pool2: Pool, tmp_path: Path) -> None:
+    for found in pool2.run(train_often, count, tmp_path, trainer=True, timeout=6.0 * count):
+        assert [after[:2] for after in found[2:]] == [found[1][:2]] * (count - 2)
+        assert found[-1][2] - found[1][2] < 32
+
+
+class Failing(Recorder):
+    """Raises an error in its second step."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error: Exception | None = error
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if batch_idx == 1 and self.error is not None:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+def fail(error: Exception) -> tuple[Failing, Any]:
+    module, run = Failing(error), make_trainer({"tp": 2}, max_steps=3)
+    with pytest.raises(type(error)):
+        run.fit(module, batches(1))
+    return module, run.strategy.device_mesh
+
+
+def fail_and_go_on() -> dict[str, Any]:
+    """Runs on each rank: the groups of a run go on if all ranks failed alike, and else they end with it."""
+    module, mesh = fail(ValueError("on all ranks"))
+    module.error = None
+    again = make_trainer({"tp": 2}, max_steps=1)
+    again.fit(module, batches(1))
+    assert again.strategy.device_mesh is mesh
+    before, kinds = [], (ValueError, TypeError)
+    for _ in range(3):
+        module, mesh = fail(kinds[int(os.environ["RANK"])]("on one rank"))
+        before.append(held())
+    run = make_trainer({"tp": 2}, max_steps=1)
+    with pytest.raises(ValueError, match="build a new LightningModule, and go on from a checkpoint"):
+        run.fit(module, batches(1))
+    fresh = Recorder()
+    run = make_trainer({"tp": 2}, max_steps=1)
+    run.fit(fresh, batches(1))
+    assert run.strategy.device_mesh is not mesh
+    del module
+    return {"held": [*before[1:], held()], "losses": fresh.losses}
+
+
+def test_a_run_that_fails(pool2: Pool) -> None:
+    for found in pool2.run(fail_and_go_on, trainer=True):
+        assert len(set(found["held"])) == 1
+        assert torch.tensor(found["losses"]).isfinite().all()

@@ -1,0 +1,138 @@
+"""Optimizers on shards: the updates of one process, or an error with a way out; the source of a table in the docs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import optimi
+import pytest
+import torch
+import torchao.optim
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_automodel.strategies.optimizers import updates_each_element_alone
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters, world_size
+
+EXACT, REFUSED, NO_OPERATION = "exact", "on other elements of the same tensor", "cannot carry out on sharded parameters"
+ROUNDED = "exact up to its bfloat16"
+
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    **{
+        f"torch.optim.{name}": (getattr(torch.optim, name), {}, EXACT)
+        for name in (
+            "SGD",
+            "Adam",
+            "AdamW",
+            "NAdam",
+            "RAdam",
+            "Adamax",
+            "Adagrad",
+            "Adadelta",
+            "ASGD",
+        )
+    },
+    "torch.optim.RMSprop": (torch.optim.RMSprop, {"eps": 1e-3}, EXACT),  # else rounding of tiny gradients is magnified
+    "torch.optim.SGD(momentum, nesterov)": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, EXACT),
+    "torch.optim.Adam(foreach=True)": (torch.optim.Adam, {"foreach": True}, EXACT),
+    "torch.optim.AdamW(fused=True)": (torch.optim.AdamW, {"fused": True}, EXACT),
+    "torch.optim.SGD(fused=True)": (torch.optim.SGD, {"fused": True}, NO_OPERATION),
+    "torch.optim.Adagrad(fused=True)": (torch.optim.Adagrad, {"fused": True}, NO_OPERATION),
+    "torch.optim.Rprop": (torch.optim.Rprop, {}, NO_OPERATION),
+    "torch.optim.Muon": (torch.optim.Muon, {}, ROUNDED),
+    "torch.optim.Adafactor": (torch.optim.Adafactor, {}, REFUSED),
+    "torch.optim.LBFGS": (torch.optim.LBFGS, {}, REFUSED),
+    **{
+        f"optimi.{name}": (getattr(optimi, name), {}, EXACT)
+        for name in (
+            "SGD",
+            "Adam",
+            "AdamW",
+            "Adan",
+            "Lion",
+            "RAdam",
+            "Ranger",
+            "StableAdamW",
+        )
+    },
+    "optimi.AdamW(foreach=True)": (optimi.AdamW, {"foreach": True}, NO_OPERATION),
+    "torchao.optim.AdamW8bit": (torchao.optim.AdamW8bit, {}, REFUSED),
+    "torchao.optim.AdamW4bit": (torchao.optim.AdamW4bit, {}, REFUSED),
+    "torchao.optim.AdamWFp8": (torchao.optim.AdamWFp8, {}, REFUSED),
+}
+QUICK = ["torch.optim.Adadelta", "torch.optim.Muon", "torch.optim.Rprop", "torch.optim.Adafactor", "optimi.StableAdamW"]
+
+
+def make(name: str, parameters: list[nn.Parameter]) -> Optimizer:
+    kind, options, outcome = CASES[name]
+    return kind([p for p in parameters if outcome != ROUNDED or p.ndim == 2], **{"lr": 1e-2, **options})
+
+
+class Optimized(Recorder):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self) -> Any:
+        return make(self.name, list(self.parameters()))
+
+
+def run(names: list[str], sizes: dict[str, int]) -> dict[str, dict[str, Tensor] | str]:
+    """Runs on each rank: parameters after four steps, or the error."""
+    found: dict[str, Any] = {}
+    for name in names:
+        module = Optimized(name)
+        trainer = make_trainer(sizes, max_epochs=1)
+        try:
+            trainer.fit(module, batches(world_size() // sizes.get("tp", 1)))
+            found[name] = whole_parameters(module)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def check(nursery: Nursery, names: list[str], layouts: list[tuple[int, dict[str, int]]]) -> None:
+    start = {f"model.{name}": p.detach() for name, p in tiny_llama().named_parameters()}
+    exact = [name for name in names if CASES[name][2] in (EXACT, ROUNDED)]
+    expected = Pool(nursery, 1).run(run, exact, {}, trainer=True, timeout=200)[0]
+    for ranks, sizes in layouts:
+        actual = Pool(nursery, ranks).run(run, names, sizes, trainer=True, timeout=300)[0]
+        for name in names:
+            found, outcome = actual[name], CASES[name][2]
+            if outcome in (REFUSED, NO_OPERATION):
+                assert isinstance(found, str), name
+                assert name.split(".")[-1].split("(")[0] in found
+                assert outcome in found
+                continue
+            assert not isinstance(found, str), (name, found)
+            bound = 0.05 if outcome == ROUNDED else 1e-3
+            for key, value in expected[name].items():
+                way = (value - start[key]).norm()
+                assert (found[key] - value).norm() <= bound * way + 1e-12, (name, key, sizes)
+
+
+def test_quickly(nursery: Nursery) -> None:
+    check(nursery, QUICK, [(4, {"tp": 2})])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_all_against_one_process(nursery: Nursery) -> None:
+    check(nursery, list(CASES), [(2, {"tp": 2}), (2, {}), (4, {"tp": 2})])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_rule_finds_what_works_on_whole_matrices(name: str) -> None:
+    optimizer = make(name, [nn.Parameter(torch.zeros(4, 8))])
+    before = str(optimizer.state)
+    is_alone = CASES[name][2] in (EXACT, NO_OPERATION) and name != "optimi.StableAdamW"
+    assert updates_each_element_alone(optimizer) is is_alone
+    assert str(optimizer.state) == before
+
+
+def test_the_table_in_the_docs_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, flags=re.M)
+    words: dict[str, str] = {EXACT: "yes", ROUNDED: "yes, up to the rounding of its bfloat16"}
+    assert dict(rows) == {name: words.get(outcome, "refused") for name, (_, _, outcome) in CASES.items()}

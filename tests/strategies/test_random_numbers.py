@@ -1,0 +1,125 @@
+"""What models draw is a function of the seed, the step and the place in the mesh, whatever users draw beside them."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, FSDP2TPStrategy
+from lightning_automodel.distributed.random_numbers import RandomNumbers
+from lightning_automodel.parallel.random_passes import draw_from
+from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
+from tests.support.dropping import Dropping, run, saving, tiny_phi
+from tests.support.layouts import LAYOUTS
+from tests.support.training import rows
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def several(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Runs on each rank: several runs by name."""
+    results = {}
+    for name, case in cases.items():
+        case = dict(case)
+        module = Dropping(case.pop("picks", True))
+        results[name] = run(case.pop("sizes"), module=module, **case)
+    return results
+
+
+def test_replicas_stay_equal_whatever_one_rank_draws(pool2: Pool) -> None:
+    """The same seed gives the same run, another seed another one; the user's own draws are the user's."""
+    cases = {
+        "picks": {"sizes": {"tp": 2}},
+        "no picks": {"sizes": {"tp": 2}, "picks": False, "max_steps": 2},
+        "other seed": {"sizes": {"tp": 2}, "seed": 2, "max_steps": 1},
+    }
+    first, second = pool2.run(several, cases, trainer=True)
+    for name in cases:
+        assert equal(first[name]["own"], second[name]["own"]), name
+    assert first["picks"]["losses"][:4] == first["no picks"]["losses"]
+    assert first["picks"]["draws"] != second["picks"]["draws"]
+    assert first["no picks"]["draws"] == second["no picks"]["draws"]
+    assert first["other seed"]["losses"][0] != first["picks"]["losses"][0]
+
+
+def test_one_process_has_the_losses_of_two(pool2: Pool, nursery: Nursery) -> None:
+    case = {"sizes": {}, "max_steps": 2}
+    [one] = Pool(nursery, 1).run(several, {"one": case}, trainer=True)
+    two = pool2.run(several, {"two": {**case, "sizes": {"tp": 2}}}, trainer=True)[0]
+    assert two["two"]["losses"] == pytest.approx(one["one"]["losses"], abs=1e-5)
+
+
+def test_passes_are_functions_of_their_place() -> None:
+    """Data ranks differ, micro-batches differ, and users' generators are where they were."""
+    model, ids = tiny_phi().train(), rows(2)
+    before = torch.get_rng_state(), random.getstate()
+
+    def logits(data_rank: int = 0, step: int = 0, micro_batch: int = 0, skipped: int = 0) -> Tensor:
+        draw_from(model, numbers := RandomNumbers(seed=0, data_rank=data_rank))
+        numbers.begin("train", step, micro_batch)
+        for _ in range(skipped):
+            model(input_ids=ids)
+        return model(input_ids=ids).logits
+
+    found = [logits(), logits(data_rank=1), logits(step=1), logits(micro_batch=1), logits(skipped=1)]
+    assert torch.equal(found[0], logits())
+    assert [i for i in range(5) for j in range(i) if torch.equal(found[i], found[j])] == []
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def resumed(directory: Path, strategy: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Runs on each rank: a run of some steps, and some that go on from its first checkpoint, seeded otherwise."""
+    whole = run(strategy, max_steps=steps, **saving(directory, 2))
+    arguments: dict[str, Any] = {"resume": directory / "step=2.ckpt", "max_steps": steps}
+    again = run(strategy, seed=5, **arguments)
+    elsewhere = [run({"dp_shard": 2}, seed=seed, data_size=2, **arguments) for seed in (5, 6)]
+    return {"whole": whole, "again": again, "elsewhere": elsewhere}
+
+
+def test_a_resumed_run_draws_what_the_whole_one_draws(pool2: Pool, tmp_path: Path) -> None:
+    """On another layout it draws from the seed of the checkpoint, too, whatever that process was seeded with."""
+    for found in pool2.run(resumed, tmp_path, {"tp": 2}, 4, trainer=True):
+        assert found["again"]["losses"] == found["whole"]["losses"][4:]
+        assert equal(found["again"]["whole"], found["whole"]["whole"])
+        first, second = found["elsewhere"]
+        assert equal(first["whole"], second["whole"])
+
+
+# ---- the check of replicas -------------------------------------------------------------------------------------------
+
+
+class Drifting(Dropping):
+    """A hook that changes a parameter on one rank."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 and self.trainer.global_step == 2:
+            with torch.no_grad():
+                norm = self.model.model.final_layernorm.weight
+                getattr(norm, "to_local", lambda: norm)().mul_(1.01)
+
+
+def drift(layout: str | None, every: int | None, directory: Path | None) -> None:
+    if layout is not None:
+        strategy: Any = LAYOUTS[layout].make()
+    elif every is not None and dist.is_initialized():
+        strategy = FSDP2TPStrategy(tp=2, config=FSDP2Config(check_replicas_every_n_steps=every))
+    else:
+        strategy = DDPStrategy(config=DDPConfig(check_replicas_every_n_steps=every))
+    arguments = saving(directory, 3) if directory else {}
+    run(strategy, module=Drifting(), max_steps=6, **arguments)
+
+
+@pytest.mark.parametrize(("layout", "every"), [(None, 1), ("ddp-2", None), ("megatron3-tp2", None)])
+def test_drift_is_an_error_that_names_the_parameter(
+    pool2: Pool, tmp_path: Path, layout: str | None, every: int | None
+) -> None:
+    message = r"final_layernorm.weight is to be equal on all ranks of the \w+ axis, but rank 1 of it"
+    with pytest.raises(RankFailed, match=message):
+        pool2.run(drift, layout, every, None if every else tmp_path, trainer=True)

@@ -1,0 +1,172 @@
+"""A run that goes on within an epoch sees what is left of it, in the order of the run that was not stopped."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
+
+from lightning_automodel import DDPStrategy
+from lightning_automodel.strategies.data.samplers import share_of_sampler
+from lightning_automodel.strategies.data.seen import RestOfOrder
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.strategies.modules import SizedStream, Stream, loader
+from tests.support.training import make_trainer
+
+Step = tuple[int, int, int, list[int]]
+
+
+# ---- orders, without processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("replicas", "now"), [(2, 2), (2, 3), (3, 1), (1, 4)])
+def test_what_is_left_of_an_order(replicas: int, now: int) -> None:
+    data = DataLoader(range(23), shuffle=True)
+    order = list(share_of_sampler(data, shuffle=True, equal=True, num_replicas=1, rank=0))
+    seen = 4 * replicas
+    samplers = [share_of_sampler(data, shuffle=True, equal=True, num_replicas=now, rank=rank) for rank in range(now)]
+    shares = [list(RestOfOrder(sampler, seen)) for sampler in samplers]
+    assert [len(RestOfOrder(sampler, seen)) for sampler in samplers] == [len(share) for share in shares]
+    left = [index for together in zip(*shares, strict=True) for index in together]
+    assert left == order[seen : seen + len(left)]
+    assert 23 - seen - len(left) < now
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Watcher(L.LightningModule):
+    """Notes epoch, batch, step and rows of every training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.steps: list[Step] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batches = batch if isinstance(batch, list) and isinstance(batch[0], list) else [batch]
+        seen = [int(row[0]) for (ids,) in batches for row in ids]
+        self.steps.append((self.current_epoch, batch_idx, self.global_step, seen))
+        return self.layer(batches[0][0][:, :1].float()).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.global_step)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class SaveAfter(L.Callback):
+    """Saves when ``count`` batches are through."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.path, self.count = path, count
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
+            trainer.save_checkpoint(self.path)
+
+
+class Growing(BatchSampler):
+    """Makes batches of 1, 2, 3, 1, 2, 3 ... samples."""
+
+    def __iter__(self) -> Any:
+        samples = iter(self.sampler)
+        for count in range(len(self)):
+            yield list(islice(samples, count % 3 + 1))
+
+    def __len__(self) -> int:
+        return len(self.sampler) // 2  # type: ignore[arg-type]
+
+
+def data_of(kind: str, size: int) -> Any:
+    """Training data of 23 or 24 rows, in batches of ``size``."""
+    match kind:
+        case "shuffled":
+            return loader(23, size, shuffle=True)
+        case "workers":
+            return loader(24, size, shuffle=True, num_workers=1)
+        case "subset":
+            return loader(24, size, sampler=SubsetRandomSampler(range(1, 24)))
+        case "growing":
+            rows = loader(24).dataset
+            return DataLoader(rows, batch_sampler=Growing(SequentialSampler(rows), size, True))
+        case "stream":
+            return DataLoader(Stream(24), batch_size=size)
+        case "sized stream":
+            return DataLoader(SizedStream(23), batch_size=size, num_workers=1, persistent_workers=True)
+        case "worker stream":
+            return DataLoader(Stream(10), batch_size=size, num_workers=2)
+        case "two":
+            return CombinedLoader([loader(24, size, shuffle=True), loader(6, size, shuffle=True)], "max_size_cycle")
+    raise AssertionError(kind)
+
+
+def record(kind: str, path: Path, size: int, count: int | None, resume: Path | None, **settings: Any) -> Watcher:
+    """A run of three epochs that saves when ``count`` batches are through, or goes on."""
+    L.seed_everything(5, verbose=False)
+    module = Watcher()
+    callbacks = [] if count is None else [SaveAfter(path, count)]
+    run = make_trainer(DDPStrategy(), callbacks=callbacks, **{"max_epochs": 3, **settings})
+    run.fit(module, data_of(kind, size), loader(2), ckpt_path=resume)
+    return module
+
+
+def both(path: Path, kind: str, count: int, **settings: Any) -> tuple[list[Step], list[Step], list[int], list[int]]:
+    """The rest of a run that was not stopped, and that of one that goes on."""
+    path = path / f"{kind}.ckpt"
+    whole = record(kind, path, 2, count, None, **settings)
+    again = record(kind, path, 2, None, path, **settings)
+    begun = whole.steps[count][2]
+    return whole.steps[count:], again.steps, [step for step in whole.validated if step >= begun], again.validated
+
+
+def kinds(path: Path, everything: bool) -> dict[str, Any]:
+    found = {"stream": both(path, "stream", 9)}
+    found["subset"] = both(path, "subset", 8, accumulate_grad_batches=2, val_check_interval=3)
+    if not everything:
+        return found
+    found["shuffled"] = both(path, "shuffled", 8)
+    found["workers"] = both(path, "workers", 9)
+    found["growing"] = both(path, "growing", 15)
+    found["sized stream"] = both(path, "sized stream", 4, limit_train_batches=5)
+    found["worker stream"] = both(path, "worker stream", 3)
+    found["two"] = both(path, "two", 5, max_steps=20, max_epochs=-1)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_rest_is_that_of_the_run_that_was_not_stopped(
+    nursery: Nursery, pool2: Pool, ranks: int, tmp_path: Path
+) -> None:
+    pool = pool2 if ranks == 2 else Pool(nursery, 1)
+    for found in pool.run(kinds, tmp_path, ranks == 2, trainer=True):
+        for kind, (expected, steps, *validated) in found.items():
+            assert steps == expected, kind
+            assert validated[0] == validated[1], kind
+
+
+def steps_of(*arguments: Any, **settings: Any) -> list[Step]:
+    return record(*arguments, **settings).steps
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("shuffled", 23), ("stream", 24)])
+def test_other_sizes_see_each_sample_once(nursery: Nursery, pool2: Pool, kind: str, rows: int, tmp_path: Path) -> None:
+    """Two ranks with batches of 2, then one with batches of 5, then two with batches of 1."""
+    one = Pool(nursery, 1)
+    first = pool2.run(steps_of, kind, tmp_path / "a", 2, 3, None, max_epochs=1, trainer=True)
+    whole = one.run(steps_of, kind, tmp_path / "x", 2, None, None, max_epochs=1, trainer=True)[0]
+    order = [row for *_, seen in whole for row in seen]
+    second = one.run(steps_of, kind, tmp_path / "b", 5, 4, tmp_path / "a", max_epochs=1, trainer=True)[0]
+    third = pool2.run(steps_of, kind, tmp_path / "c", 1, None, tmp_path / "b", max_epochs=1, trainer=True)
+    by_rank = [[row for *_, seen in share[:3] for row in seen] for share in first]
+    assert sorted(by_rank[0] + by_rank[1]) == sorted(order[:12])
+    assert [row for *_, seen in second for row in seen] == order[12:]
+    assert [len(seen) for *_, seen in second] == [5, 5, rows - 22]
+    assert [row for steps in zip(*third, strict=True) for *_, seen in steps for row in seen] == order[17:23]

@@ -1,0 +1,60 @@
+"""Tiny models with adapters of peft, whose values are drawn anew so that no factor is zero."""
+
+from typing import Any
+
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.parallelizer import parallelize
+from tests.support.comparison import Schedule, compare
+from tests.support.families import tiny_model
+
+EXPERTS = ("gate_up_proj", "down_proj")
+METHODS: dict[str, dict[str, Any]] = {
+    "all-linear": {"target_modules": "all-linear"},
+    "rslora": {"target_modules": "all-linear", "use_rslora": True},
+    "dora": {"target_modules": "all-linear", "use_dora": True},
+    "bias": {"target_modules": "all-linear", "bias": "all", "lora_bias": True},
+    "ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "saved": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "saved mlp": {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["mlp"]},
+    "experts": {"target_modules": "all-linear", "target_parameters": [f"experts.{name}" for name in EXPERTS]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    "ia3": {"target_modules": ["k_proj", "q_proj", "o_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+}
+"""Fields of the config of an adapter, by name."""
+
+
+def adapted(family: str, method: str, **changes: Any) -> PeftModel:
+    """A family's tiny model with the adapters of a method."""
+    kind = IA3Config if method == "ia3" else LoraConfig
+    rank = {} if method == "ia3" else {"r": 3}
+    model = get_peft_model(tiny_model(family, **changes), kind(**METHODS[method], **rank))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def adapter_error(
+    family: str,
+    method: str,
+    sizes: dict[str, int],
+    schedule: Schedule,
+    config: FSDP2Config | None = None,
+    **changes: Any,
+) -> tuple[float, str]:
+    """Runs on each rank: the largest error of a mesh against one process, and what has it."""
+
+    def make_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+        assert isinstance(model, PeftModel)
+        parallelize(model.get_base_model(), mesh, config)
+        return model
+
+    world = torch.distributed.get_world_size()
+    build = lambda: adapted(family, method, **changes)  # noqa: E731
+    return compare(build, sizes, world, schedule, config, make_parallel).largest

@@ -1,0 +1,98 @@
+"""The direction of imports: a room of the package imports only what stands below it, and no public path is lost."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_automodel
+from tests.compat.names import unlisted
+
+PACKAGE = Path(lightning_automodel.__file__).parent
+
+FLOORS = (
+    ("_compat",),
+    ("distributed", "gradients", "modules"),
+    ("config", "mesh"),
+    ("checkpointing", "loading"),
+    ("loss", "plans"),
+    ("parallel",),
+    ("chunked_loss", "megatron", "metrics", "parallelizer"),
+    ("command", "finetuning", "strategies"),
+    ("__init__",),
+    ("cli",),
+)
+"""From the ground up. What stands side by side does not know of each other."""
+
+APART = ("testing",)
+"""Knows nothing of the rest, and nothing of the rest knows it."""
+
+PUBLIC: dict[str, tuple[str, ...]] = {
+    "": ("FSDP2TPStrategy", "MegatronFSDPStrategy", "DDPStrategy", "FSDP2Config", "DDPConfig", "parallelize"),
+    "chunked_loss": ("chunked_linear_cross_entropy",),
+    "config": ("DDPConfig", "FSDP2Config", "MegatronFSDPConfig"),
+    "finetuning": ("CausalLM", "TextDataModule", "HuggingFaceExport", "WarmupCosine"),
+    "finetuning.causal_lm": ("CausalLM",),
+    "finetuning.data": ("TextDataModule",),
+    "finetuning.export": ("HuggingFaceExport",),
+    "finetuning.schedule": ("WarmupCosine",),
+    "gradients": ("clip_grad_norm_", "clip_grad_by_total_norm_", "get_grad_norm", "to_local_if_dtensor"),
+    "loading": ("materialize", "sharded_loading", "broadcast_weights", "cast_parameters"),
+    "loss": ("cross_entropy", "get_logprobs_from_vocab_parallel_logits", "gather_logits", "entropy", "top1_accuracy"),
+    "megatron": ("HAVE_MEGATRON_FSDP", "megatron_fsdp_strategy_parallelize", "accumulating", "clip_grad_norm_"),
+    "mesh": ("DP_CP", "TP", "axis", "build_mesh"),
+    "metrics": ("Perplexity", "TokenAccuracy"),
+    "parallelizer": ("parallelize", "fsdp2_strategy_parallelize", "register_parallel_strategy", "validate_tp_mesh"),
+    "strategies.ddp": ("DDPStrategy",),
+    "strategies.fsdp2_tp": ("FSDP2TPStrategy",),
+    "strategies.megatron_fsdp": ("MegatronFSDPStrategy",),
+}
+"""Names that users, or YAML files that they saved, import."""
+
+
+def rooms() -> list[str]:
+    return sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")})
+
+
+def floor_of(room: str) -> int:
+    return next(floor for floor, names in enumerate(FLOORS) if room in names)
+
+
+def imported_rooms(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == PACKAGE.name:
+                is_room = len(parts) > 1 and parts[1] in rooms()
+                yield parts[1] if is_room else "__init__"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert sorted([*(room for floor in FLOORS for room in floor), *APART]) == rooms()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    others = {other for other in imported_rooms(path) if other != room}
+    if room in APART:
+        assert not others
+        return
+    assert not others & set(APART)
+    above = sorted(other for other in others if floor_of(other) >= floor_of(room))
+    assert not above, f"{room} stands on floor {floor_of(room)} and imports {above}; see FLOORS"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_paths(module: str) -> None:
+    found = importlib.import_module(".".join(filter(None, (PACKAGE.name, module))))
+    assert [name for name in PUBLIC[module] if not hasattr(found, name)] == []
+
+
+def test_every_private_name_of_compat_has_a_test() -> None:
+    assert unlisted() == set(), "add them to ATTRIBUTES of tests/compat/names.py, under what they are attributes of"
