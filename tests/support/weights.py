@@ -143,7 +143,7 @@ def _round_trip(
         return None
     found.read += [label + name for name in _together(unequal(model, plain))]
     target = files.with_name(f"{files.name} {_name(sizes)}")
-    _, problem = _attempt(lambda: write_sharded(model, target, dtype, "300KB"))
+    _, problem = _attempt(lambda: write_sharded(model, target, dtype=dtype, max_shard_size="300KB"))
     if not problem:
         reread = (lambda: unequal(_load(family, target), plain)) if dist.get_rank() == 0 else list
         names, problem = _attempt(reread)
