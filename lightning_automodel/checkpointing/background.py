@@ -107,7 +107,7 @@ class HostMemory:
 
         def copied(value: Any) -> Any:
             if isinstance(value, Held):
-                return Held(self._copy(value.local, next(unused, None)), value.shape, value.pieces)
+                return Held(self._copy(value.local, next(unused, None)), value.shape, value.boxes)
             return {key: copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
         result = copied(tree)

@@ -33,8 +33,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.distributed.boxes import Piece
-from lightning_automodel.distributed.shards import copy_from_whole, local_tensor, pieces, replicas
+from lightning_automodel.distributed.boxes import Box
+from lightning_automodel.distributed.shards import boxes_of, copy_from_whole, local_tensor, place_among_replicas
 
 Tree = dict[str, Any]
 
@@ -51,7 +51,7 @@ class StoredTensor:
     def load(self) -> Tensor:
         """Reads the whole tensor to the CPU, on each rank that calls."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        _load_alone({self.key: tensor}, self.folder, _PieceReader())
+        _load_alone({self.key: tensor}, self.folder, _BoxReader())
         return tensor
 
 
@@ -62,20 +62,20 @@ class Held:
     Attributes:
         local: the memory that it holds.
         shape: of the whole tensor.
-        pieces: where the memory lies in the whole tensor; none if another rank writes the same.
+        boxes: where the memory lies in the whole tensor; none if another rank writes the same.
     """
 
     local: Tensor
     shape: torch.Size
-    pieces: list[Piece]
+    boxes: list[Box]
 
     @staticmethod
     def of(tensor: Tensor, key: str) -> "Held":
         """Describes what this rank holds of ``tensor``, without a copy; ``key`` chooses the writer among replicas."""
-        copies, index = replicas(tensor)
+        copies, index = place_among_replicas(tensor)
         is_writer = zlib.crc32(key.encode()) % copies == index
         local = local_tensor(tensor)
-        return Held(local if is_writer else local.new_empty(0), tensor.shape, pieces(tensor) if is_writer else [])
+        return Held(local if is_writer else local.new_empty(0), tensor.shape, boxes_of(tensor) if is_writer else [])
 
 
 def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup | None = None) -> Sums:
@@ -89,7 +89,7 @@ def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup
     """
     writer = _Writer(folder)
     with _ordinary_errors():
-        dcp.save(dict(tree), storage_writer=writer, planner=_PieceWriter(), process_group=group)
+        dcp.save(dict(tree), storage_writer=writer, planner=_BoxWriter(), process_group=group)
     return writer.sums
 
 
@@ -143,7 +143,7 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
         for folder in sorted({source.folder for source in turn}, key=str):
             wanted = {source.key: target for source, target in turn.items() if source.folder == folder}
             with _ordinary_errors():
-                dcp.load(wanted, storage_reader=_Reader(folder), planner=_PieceReader())
+                dcp.load(wanted, storage_reader=_Reader(folder), planner=_BoxReader())
         waiting = [(target, source) for target, source in waiting if turn[source] is not target]
 
 
@@ -173,21 +173,21 @@ def _with_lists(tree: Any) -> Any:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-class _PieceWriter(DefaultSavePlanner):
-    """Writes each piece that this rank holds."""
+class _BoxWriter(DefaultSavePlanner):
+    """Writes each box that this rank holds."""
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(key, held, piece) for key, held in self.state_dict.items() for piece in held.pieces]
+        items = [_write_item(key, held, box) for key, held in self.state_dict.items() for box in held.boxes]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         held = self.state_dict[index.fqn]
-        return _piece_at(held.pieces, index).of_local(held.local)
+        return _box_at(held.boxes, index).of_local(held.local)
 
 
-class _PieceReader(DefaultLoadPlanner):
-    """Reads each piece that this rank holds."""
+class _BoxReader(DefaultLoadPlanner):
+    """Reads each box that this rank holds."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -200,12 +200,12 @@ class _PieceReader(DefaultLoadPlanner):
             assert isinstance(stored, TensorStorageMetadata)
             if stored.size != tensor.shape:
                 raise ValueError(f"{key} is stored as {tuple(stored.size)}, but {tuple(tensor.shape)} is needed")
-            items += create_read_items_for_chunk_list(key, stored, [_chunk(piece) for piece in pieces(tensor)])
+            items += create_read_items_for_chunk_list(key, stored, [_chunk(box) for box in boxes_of(tensor)])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         tensor = self.state_dict[index.fqn]
-        return _piece_at(pieces(tensor), index).of_local(local_tensor(tensor))
+        return _box_at(boxes_of(tensor), index).of_local(local_tensor(tensor))
 
 
 class _ObjectReader(DefaultLoadPlanner):
@@ -217,18 +217,18 @@ class _ObjectReader(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self.weights_only)
 
 
-def _write_item(key: str, held: Held, piece: Piece) -> WriteItem:
+def _write_item(key: str, held: Held, box: Box) -> WriteItem:
     properties = TensorProperties.create_from_tensor(held.local)
-    data = TensorWriteData(chunk=_chunk(piece), properties=properties, size=held.shape)
-    return WriteItem(index=MetadataIndex(key, torch.Size(piece.offsets)), type=WriteItemType.SHARD, tensor_data=data)
+    data = TensorWriteData(chunk=_chunk(box), properties=properties, size=held.shape)
+    return WriteItem(index=MetadataIndex(key, torch.Size(box.offsets)), type=WriteItemType.SHARD, tensor_data=data)
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def _piece_at(candidates: list[Piece], index: MetadataIndex) -> Piece:
-    return next(piece for piece in candidates if piece.offsets == tuple(index.offset or ()))
+def _box_at(candidates: list[Box], index: MetadataIndex) -> Box:
+    return next(box for box in candidates if box.offsets == tuple(index.offset or ()))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def parse_size(size: int | str) -> int:
     Raises:
         ValueError: for anything else.
     """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    factors = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     text = str(size).strip().upper()
-    number, factor = (text[:-2], units[text[-2:]]) if text[-2:] in units else (text, 1)
+    number, factor = (text[:-2], factors[text[-2:]]) if text[-2:] in factors else (text, 1)
     try:
         result = int(float(number) * factor)
     except ValueError:

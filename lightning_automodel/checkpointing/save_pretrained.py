@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat import fsdp_units
 from lightning_automodel.checkpointing.hugging_face import group_names, parse_size, write_pretrained
-from lightning_automodel.distributed.meeting import meet
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.barrier import meet
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import Fragment, as_stored, like_parameter
 
 _ROOT = "_model_that_was_made_parallel"
@@ -59,7 +59,7 @@ def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any
 
     def fetch(name: str) -> Tensor | None:
         unfetched.remove(name)
-        return gather_whole(as_stored(state[name]))
+        return gather_on_rank_zero(as_stored(state[name]))
 
     def write() -> None:
         write_pretrained(model, fetch, directory if dist.get_rank() == 0 else None, **options)
@@ -131,7 +131,7 @@ def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] 
     whole = {}
     for name, value in state.items():
         if isinstance(value, DTensor | Fragment):
-            value = gather_whole(like_parameter(parameters.get(name, value), value))
+            value = gather_on_rank_zero(like_parameter(parameters.get(name, value), value))
         whole[name] = value
     return whole
 

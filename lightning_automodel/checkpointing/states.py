@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter, stored_state
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -71,7 +71,7 @@ def gather_state(state: Any) -> Any:
             return [gather(item) for item in value]
         if isinstance(value, Tensor):
             if id(value) not in gathered:
-                gathered[id(value)] = gather_whole(value)
+                gathered[id(value)] = gather_on_rank_zero(value)
             return gathered[id(value)]
         return value
 

@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Box:
     """A box of the whole tensor that is a box of the local tensor too."""
 
     offsets: tuple[int, ...]
@@ -42,23 +42,23 @@ class Piece:
         return local[_slices(self.local_offsets, self.sizes)]
 
 
-def pieces_at(
+def boxes_at(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
-) -> list[Piece]:
+) -> list[Box]:
     """Computes the boxes that the rank at ``coordinate`` of a mesh holds of a tensor of ``shape``.
 
     Raises:
         ValueError: for partial sums, which no rank holds the value of.
     """
     if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"a tensor of partial sums ({tuple(placements)}) has no pieces; redistribute it first")
+        raise ValueError(f"a tensor of partial sums ({tuple(placements)}) has no boxes; redistribute it first")
     spans: list[list[Span]] = [[(0, size)] for size in shape]
     for axis in _order_of_cuts(mesh_shape, placements):
         dim = _dim(placements[axis]) % len(shape)
         groups = _stacked(placements, mesh_shape, axis)
         parts = (_chunk(spans[dim], groups, group) for group in range(groups))
         spans[dim] = [span for part in parts for span in _chunk(part, mesh_shape[axis], coordinate[axis])]
-    return [_piece(box) for box in itertools.product(*(_with_local_start(s) for s in spans))]
+    return [_box(spans) for spans in itertools.product(*(_with_local_start(s) for s in spans))]
 
 
 def _order_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
@@ -110,11 +110,11 @@ def _with_local_start(spans: list[Span]) -> list[tuple[int, Span]]:
     return list(zip(starts, spans, strict=False))
 
 
-def _piece(box: tuple[tuple[int, Span], ...]) -> Piece:
-    return Piece(
-        offsets=tuple(start for _, (start, _) in box),
-        local_offsets=tuple(local for local, _ in box),
-        sizes=tuple(stop - start for _, (start, stop) in box),
+def _box(spans: tuple[tuple[int, Span], ...]) -> Box:
+    return Box(
+        offsets=tuple(start for _, (start, _) in spans),
+        local_offsets=tuple(local for local, _ in spans),
+        sizes=tuple(stop - start for _, (start, stop) in spans),
     )
 
 

@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel.distributed.boxes import Piece, pieces_at
+from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Fragment
 
 
-def pieces(tensor: Tensor) -> list[Piece]:
+def boxes_of(tensor: Tensor) -> list[Box]:
     """Computes the boxes that this rank holds of ``tensor``; a plain tensor is one. Empty boxes are left out."""
     if isinstance(tensor, Fragment):
         return list(tensor.partition.mine)
     if not isinstance(tensor, DTensor):
         zeros = (0,) * tensor.ndim
-        return [Piece(offsets=zeros, local_offsets=zeros, sizes=tuple(tensor.shape))]
+        return [Box(offsets=zeros, local_offsets=zeros, sizes=tuple(tensor.shape))]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    found = pieces_at(tensor.shape, tensor.device_mesh.shape, tensor.placements, coordinate)
-    size = sum(math.prod(piece.sizes) for piece in found)
+    found = boxes_at(tensor.shape, tensor.device_mesh.shape, tensor.placements, coordinate)
+    size = sum(math.prod(box.sizes) for box in found)
     assert size == local_tensor(tensor).numel(), f"{tensor.shape} as {tensor.placements}: {local_tensor(tensor).shape}"
     return found
 
@@ -37,7 +37,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def replicas(tensor: Tensor) -> tuple[int, int]:
+def place_among_replicas(tensor: Tensor) -> tuple[int, int]:
     """Counts the ranks that hold the same as this one, and the place of this rank among them."""
     if isinstance(tensor, Fragment):
         return tensor.partition.copies, tensor.partition.index
@@ -61,33 +61,33 @@ def copy_from_whole(target: Tensor, whole: Tensor) -> None:
     if target.shape != whole.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} does not fit into one of {tuple(target.shape)}")
     local = local_tensor(target)
-    for piece in pieces(target):
-        piece.of_local(local).copy_(piece.of_whole(whole))
+    for box in boxes_of(target):
+        box.of_local(local).copy_(box.of_whole(whole))
 
 
-def gather_whole(tensor: Tensor) -> Tensor | None:
+def gather_on_rank_zero(tensor: Tensor) -> Tensor | None:
     """Gathers the whole tensor on the CPU of rank 0, ``None`` on the others. Collective over the ranks that hold it."""
     if isinstance(tensor, Fragment):
         return _collect(tensor, tensor.partition.holders, tensor.device.type)
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu() if dist.get_rank() == 0 else None
-    pieces(tensor)  # checks that the local tensor is what the mesh says: else ranks would wait for one another
+    boxes_of(tensor)  # checks that the local tensor is what the mesh says: else ranks would wait for one another
     mesh = tensor.device_mesh
     holders = [
-        (int(mesh.mesh[coordinate]), pieces_at(tensor.shape, mesh.shape, tensor.placements, coordinate))
+        (int(mesh.mesh[coordinate]), boxes_at(tensor.shape, mesh.shape, tensor.placements, coordinate))
         for coordinate in _holders(mesh.shape, tensor.placements)
     ]
     return _collect(tensor, holders, mesh.device_type)
 
 
-def _collect(tensor: Tensor, holders: Iterable[tuple[int, Sequence[Piece]]], device_type: str) -> Tensor | None:
+def _collect(tensor: Tensor, holders: Iterable[tuple[int, Sequence[Box]]], device_type: str) -> Tensor | None:
     local = local_tensor(tensor)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if dist.get_rank() == 0 else None
     for rank, found in holders:
         part = _send_to_zero(local, rank, local_shape(found, tensor.ndim), device_type) if found else None
         if whole is not None and part is not None:
-            for piece in found:
-                piece.of_whole(whole).copy_(piece.of_local(part))
+            for box in found:
+                box.of_whole(whole).copy_(box.of_local(part))
     return whole
 
 
@@ -111,8 +111,8 @@ def _holders(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Iter
     return itertools.product(*map(range, sizes))
 
 
-def local_shape(found: Sequence[Piece], ndim: int) -> list[int]:
-    """Shape of the local tensor that consists of these pieces; zeros where there are none."""
+def local_shape(found: Sequence[Box], ndim: int) -> list[int]:
+    """Shape of the local tensor that consists of these boxes; zeros where there are none."""
     if not found:
         return [0] * ndim
-    return [max(piece.local_offsets[dim] + piece.sizes[dim] for piece in found) for dim in range(ndim)]
+    return [max(box.local_offsets[dim] + box.sizes[dim] for box in found) for dim in range(ndim)]

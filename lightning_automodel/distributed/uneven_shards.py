@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.boxes import Piece
+from lightning_automodel.distributed.boxes import Box
 
 PARTITION = "_partition_of_lightning_automodel"
 
@@ -28,8 +28,8 @@ class Partition:
     """
 
     shape: torch.Size
-    mine: Sequence[Piece]
-    holders: Sequence[tuple[int, Sequence[Piece]]]
+    mine: Sequence[Box]
+    holders: Sequence[tuple[int, Sequence[Box]]]
     copies: int
     index: int
 

@@ -18,7 +18,7 @@ from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_
 from lightning_automodel.finetuning.pretrained import looked_up
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
-from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_targets
+from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_causal_targets
 from lightning_automodel.gradients import scale_
 
 _WEIGHTS = (
@@ -129,7 +129,7 @@ class CausalLM(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Sums token losses over a constant; ``on_before_optimizer_step`` makes the gradients those of the mean."""
-        targets = count_targets(batch["labels"])
+        targets = count_causal_targets(batch["labels"])
         capacity = self._window.agree_on_capacity(batch["labels"], self._data_group)
         loss = self._forward(batch, num_items_in_batch=capacity).loss
         self._window.add(targets, loss * capacity)
@@ -181,7 +181,7 @@ class CausalLM(L.LightningModule):
         return {"log_likelihood": -losses.sum(1), "tokens": (targets != IGNORED).sum(1)}
 
     def _evaluate(self, batch: Batch, split: str) -> None:
-        targets = count_targets(batch["labels"])
+        targets = count_causal_targets(batch["labels"])
         loss_sum = self._forward(batch, num_items_in_batch=1).loss
         for name, metric in self.metrics[split].items():  # type: ignore[operator]
             metric.update(loss_sum, targets)

@@ -13,7 +13,7 @@ from lightning_automodel.checkpointing.adapters import merged, with_adapters, wr
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
 from lightning_automodel.checkpointing.save_pretrained import write_sharded
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.modules.wrappers import without_wrappers
 
@@ -85,7 +85,7 @@ def write_adapted(
 
 
 def _whole(tensor: Tensor) -> Tensor | None:
-    return gather_whole(as_stored(tensor)) if dist.is_initialized() else tensor.detach().cpu()
+    return gather_on_rank_zero(as_stored(tensor)) if dist.is_initialized() else tensor.detach().cpu()
 
 
 def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
@@ -97,7 +97,7 @@ def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _model_of(module: L.LightningModule) -> PreTrainedModel:
-    models = [unit for child in module.children() for unit in _outermost_models(child)]
+    models = [model for child in module.children() for model in _outermost_models(child)]
     if len(models) != 1:
         raise ValueError(
             f"{type(module).__name__} holds {len(models)} Hugging Face models as attributes; HuggingFaceExport writes "

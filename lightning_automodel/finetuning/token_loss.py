@@ -11,7 +11,7 @@ from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.metrics import MeanOverTargets
 
 
-def count_targets(labels: Tensor) -> Tensor:
+def count_causal_targets(labels: Tensor) -> Tensor:
     """Counts the tokens of a causal model's loss: an int64 scalar on the device of ``labels`` [batch, seq].
 
     The first position is nobody's target, because the model shifts labels by one.

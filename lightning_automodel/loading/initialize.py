@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.distributed.shards import copy_from_whole
-from lightning_automodel.loading.placement import home_of
-from lightning_automodel.loading.sending import broadcast
+from lightning_automodel.loading.broadcast import broadcast
+from lightning_automodel.loading.host_offload import home_of
 from lightning_automodel.loading.stand_in import Gathered, StandIn
 from lightning_automodel.modules.structure import is_kept_in_float32
 

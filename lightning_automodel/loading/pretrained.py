@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from lightning_automodel._compat import empty_loading_info, patched_pretrained_loading, reports_on_rank_zero
 from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
 from lightning_automodel.loading.placeholders import copy_among_replicas, reserve, share
-from lightning_automodel.loading.placement import home_of, move
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.safetensors import SlicedFile
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter

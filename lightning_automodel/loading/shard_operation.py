@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.conversions import ConversionFailed, conversion_inputs, forget_conversion_error
 from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel.distributed.shards import local_tensor, pieces
-from lightning_automodel.loading.unread import UnreadTensor, unread
+from lightning_automodel.distributed.shards import boxes_of, local_tensor
+from lightning_automodel.loading.unread_tensors import UnreadTensor, unread
 
 
 class ExactShardOperation:
@@ -49,7 +49,7 @@ class ExactShardOperation:
         shape = source.shape if isinstance(source, Tensor) else source.get_shape()
         if tensor_idx is not None or tuple(shape) != tuple(self.parameter.shape):
             return unread(source, dtype, device)
-        found = pieces(self.parameter)
+        found = boxes_of(self.parameter)
         if len(found) == 1:
             local = found[0].of_whole(source).to(device=device, dtype=dtype)
         else:
@@ -94,10 +94,10 @@ def local_part(value: Tensor, like: DTensor) -> Tensor:
     of_file = isinstance(value, UnreadTensor)
     device = torch.device("cpu") if of_file else value.device
     local = torch.empty(local_tensor(like).shape, dtype=value.dtype, device=device)
-    for piece in pieces(like):
+    for box in boxes_of(like):
         if isinstance(value, UnreadTensor):
-            ends = (start + size for start, size in zip(piece.offsets, piece.sizes, strict=True))
-            value.fill(list(zip(piece.offsets, ends, strict=True)), piece.of_local(local))
+            ends = (start + size for start, size in zip(box.offsets, box.sizes, strict=True))
+            value.fill(list(zip(box.offsets, ends, strict=True)), box.of_local(local))
         else:
-            piece.of_local(local).copy_(piece.of_whole(value))
+            box.of_local(local).copy_(box.of_whole(value))
     return local.to(value.device)

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_automodel.distributed.shards import gather_whole
-from lightning_automodel.loading.sending import broadcast
+from lightning_automodel.distributed.shards import gather_on_rank_zero
+from lightning_automodel.loading.broadcast import broadcast
 
 aten: Any = torch.ops.aten
 
@@ -59,7 +59,7 @@ class Gathered:
     def whole(self) -> Tensor:
         """Returns the whole tensor, the same with each call. Collective."""
         if self.tensor is None:
-            found = gather_whole(self.shard.detach())
+            found = gather_on_rank_zero(self.shard.detach())
             empty = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
             self.tensor = empty if found is None else found.to(self.device)
             broadcast(self.tensor, self.shard.device_mesh)

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel._compat.peft import whole_layers
-from lightning_automodel.distributed.boxes import pieces_at
-from lightning_automodel.distributed.shards import copy_from_whole, gather_whole, local_shape, local_tensor
+from lightning_automodel.distributed.boxes import boxes_at
+from lightning_automodel.distributed.shards import copy_from_whole, gather_on_rank_zero, local_shape, local_tensor
 from lightning_automodel.loading.initialize import broadcast
 
 _PARTWISE = frozenset(
@@ -96,7 +96,7 @@ def on_shards(function: Callable) -> Callable:
 
 def whole_of(value: DTensor) -> Tensor:
     """Returns the whole tensor on every rank, on the device of the shard. Collective."""
-    found = gather_whole(value)
+    found = gather_on_rank_zero(value)
     whole = torch.empty(value.shape, dtype=value.dtype) if found is None else found
     broadcast(whole, value.device_mesh)
     return whole.to(local_tensor(value).device)
@@ -115,10 +115,10 @@ def _cut_as(like: DTensor, whole: Tensor) -> DTensor:
     broadcast(whole, like.device_mesh)
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None
-    found = pieces_at(whole.shape, like.device_mesh.shape, like.placements, coordinate)
+    found = boxes_at(whole.shape, like.device_mesh.shape, like.placements, coordinate)
     local = whole.new_empty(local_shape(found, whole.ndim))
-    for piece in found:
-        piece.of_local(local).copy_(piece.of_whole(whole))
+    for box in found:
+        box.of_local(local).copy_(box.of_whole(whole))
     _WholeValues.written.add(local.untyped_storage().data_ptr())
     return dtensor_from(local, like.device_mesh, tuple(like.placements), whole.shape, whole.stride())
 

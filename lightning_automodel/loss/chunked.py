@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets
-from lightning_automodel.loss.vocab_parallel import Part, SmoothedLoss, check_smoothing, check_targets, ignored, wide
+from lightning_automodel.loss.vocab_parallel import (
+    SmoothedLoss,
+    VocabShard,
+    check_smoothing,
+    check_targets,
+    ignored,
+    wide,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +34,7 @@ class ChunkOptions:
 
     Attributes:
         chunk_size: tokens whose logits exist at a time.
-        part: which slice of the vocabulary the weight holds.
+        shard: which slice of the vocabulary the weight holds.
         transform: operations between the head and the loss, on [chunk, vocab / tp]; ``None``: none.
         ignore_index: value of targets that do not count.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
@@ -35,7 +42,7 @@ class ChunkOptions:
     """
 
     chunk_size: int
-    part: Part
+    shard: VocabShard
     transform: Callable[[Tensor], Tensor] | None = None
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
@@ -87,7 +94,7 @@ def chunked_linear_cross_entropy(
         _check_rows(weight, group, vocab_size)
     options = ChunkOptions(
         chunk_size=chunk_size,
-        part=Part.of(vocab_size or weight.shape[0], group),
+        shard=VocabShard.of(vocab_size or weight.shape[0], group),
         transform=logit_transform,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -105,7 +112,7 @@ def chunked_loss_sum(
         ValueError: if an argument does not fit, or targets are outside of the vocabulary.
     """
     _check_shapes(hidden, weight, targets, options.chunk_size)
-    check_targets(targets, options.part.size, options.ignore_index)
+    check_targets(targets, options.shard.size, options.ignore_index)
     check_smoothing(options.label_smoothing)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -218,12 +225,12 @@ def _loss_and_gradient(
 def _softmax_loss(
     logits: Tensor, targets: Tensor, options: ChunkOptions, gradients: bool, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    rule = SmoothedLoss(options.part, options.label_smoothing)
+    rule = SmoothedLoss(options.shard, options.label_smoothing)
     maximum, sums = rule.start(logits, targets)
     overwrite = overwrite and logits.dtype == maximum.dtype
     values = logits.sub_(maximum[:, None]) if overwrite else logits - maximum[:, None]
     rule.exponentiate(values, sums)
-    options.part.reduce(sums)
+    options.shard.reduce(sums)
     counts = (~ignored(targets, options.ignore_index)).to(values.dtype)
     if gradients:
         rule.differentiate(values, targets, sums[0], counts)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_automodel.loss.chunked import ChunkOptions, chunked_loss_sum
 from lightning_automodel.loss.kernels import fused_loss_sum
-from lightning_automodel.loss.vocab_parallel import Part
+from lightning_automodel.loss.vocab_parallel import VocabShard
 
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "true_divide", "tanh", "float", "to", "type", "contiguous", "clone", "clamp"),
@@ -26,7 +26,7 @@ class LinearRecipe:
         hidden: [batch, seq, hidden].
         weight: [vocab / tp, hidden].
         bias: [vocab / tp].
-        part: which slice of the vocabulary these are.
+        shard: which slice of the vocabulary these are.
         chunk_size: tokens whose logits exist at a time.
         kernel: what computes the loss: "torch", or the name of a library.
         owner: name of the model's class, for messages.
@@ -36,7 +36,7 @@ class LinearRecipe:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    part: Part
+    shard: VocabShard
     chunk_size: int
     kernel: str
     owner: str
@@ -55,7 +55,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def from_recipe(recipe: LinearRecipe) -> "DeferredLogits":
         """Logits that ``recipe`` will give."""
-        shape = (*recipe.hidden.shape[:-2], 0, recipe.part.size)
+        shape = (*recipe.hidden.shape[:-2], 0, recipe.shard.size)
         deferred = recipe.hidden.detach().new_empty(shape).as_subclass(DeferredLogits)
         deferred.recipe = recipe
         return deferred
@@ -82,7 +82,7 @@ class DeferredLogits(Tensor):
             )
         options = ChunkOptions(
             chunk_size=recipe.chunk_size,
-            part=recipe.part.limited(self.shape[-1]),
+            shard=recipe.shard.limited(self.shape[-1]),
             transform=_composed(recipe.operations) if recipe.operations else None,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -102,7 +102,7 @@ def _operands(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
 def _followed_by(recipe: LinearRecipe, func: Callable, args: tuple, kwargs: dict[str, Any]) -> LinearRecipe:
     limit = _vocabulary_limit(func, args)
     if limit is not None:
-        operation = _limit_to(max(0, limit - recipe.part.start))
+        operation = _limit_to(max(0, limit - recipe.shard.start))
     elif _is_elementwise(func, args, kwargs):
         operation = _repeat(func, args, kwargs)
     else:

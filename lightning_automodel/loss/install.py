@@ -22,12 +22,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from lightning_automodel.config import StageSwitches
 from lightning_automodel.distributed.logs import log, log_once
-from lightning_automodel.distributed.rows import Rows, sum_parts
+from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
 from lightning_automodel.loss.kernels import check_kernel
 from lightning_automodel.loss.sharded_logits import join_slices
-from lightning_automodel.loss.vocab_parallel import Part
+from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.modules.structure import class_names
 
 _CALLS = "_calls_with_labels"
@@ -156,12 +156,12 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
             continue
         owner.loss_function = loss
         head = _head_of(owner)
-        part = _part_of(head, tp_mesh) if isinstance(head, nn.Linear) else None
-        if part is not None and (deferred or part.group is not None):
-            _install_head(owner, head, part, tp_mesh, config if deferred else None)
+        shard = _shard_of(head, tp_mesh) if isinstance(head, nn.Linear) else None
+        if shard is not None and (deferred or shard.group is not None):
+            _install_head(owner, head, shard, tp_mesh, config if deferred else None)
             found = True
             how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from slices"
-            log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {part.size} classes")
+            log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {shard.size} classes")
     if deferred and not found:
         raise ValueError(
             f"{type(model).__name__} does not compute transformers' causal loss from one linear head that is whole or "
@@ -186,21 +186,21 @@ def _head_of(model: PreTrainedModel) -> Any:
     return next((head for head in inner if head is not None), None)
 
 
-def _part_of(head: nn.Linear, tp_mesh: DeviceMesh) -> Part | None:
+def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:
     """Finds the rank's shard of the vocabulary; ``None`` if the head is split in another way."""
     (placement,) = head.weight.placements if isinstance(head.weight, DTensor) else (Replicate(),)
     if placement not in (Shard(0), Replicate()):
         return None
-    return Part.of(head.weight.shape[0], None if placement.is_replicate() else tp_mesh.get_group())
+    return VocabShard.of(head.weight.shape[0], None if placement.is_replicate() else tp_mesh.get_group())
 
 
 def _install_head(
-    owner: PreTrainedModel, head: nn.Linear, part: Part, tp_mesh: DeviceMesh, config: StageSwitches | None
+    owner: PreTrainedModel, head: nn.Linear, shard: VocabShard, tp_mesh: DeviceMesh, config: StageSwitches | None
 ) -> None:
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
     name = type(owner).__name__
-    forward = _deferred_forward(part, config, name) if config else _split_forward(part, tp_mesh)
+    forward = _deferred_forward(shard, config, name) if config else _split_forward(shard, tp_mesh)
     head.forward = MethodType(forward, head)  # type: ignore[method-assign]
 
 
@@ -244,15 +244,15 @@ def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
     return output
 
 
-def _split_forward(part: Part, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _split_forward(shard: VocabShard, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         logits = type(self).forward(self, input)  # [..., vocab / tp]
-        return join_slices(logits, tp_mesh, part.size) if _has_labels(self) else logits
+        return join_slices(logits, tp_mesh, shard.size) if _has_labels(self) else logits
 
     return forward
 
 
-def _deferred_forward(part: Part, config: StageSwitches, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
+def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         if not _has_labels(self):
             return type(self).forward(self, input)
@@ -260,7 +260,7 @@ def _deferred_forward(part: Part, config: StageSwitches, owner: str) -> Callable
             hidden=input,
             weight=self.weight,
             bias=self.bias,
-            part=part,
+            shard=shard,
             chunk_size=config.chunked_loss or _CHUNK_OF_KERNELS,
             kernel=config.loss_kernel,
             owner=owner,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed.rows import Rows, gather_whole
+from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
 from lightning_automodel.loss.sharded_logits import join_slices
 from lightning_automodel.loss.vocab_parallel import Ungathered
 

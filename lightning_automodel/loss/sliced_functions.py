@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.loss.functional import IGNORE_INDEX
 from lightning_automodel.loss.slices import Slices
-from lightning_automodel.loss.vocab_parallel import Part, check_targets, token_losses, wide
+from lightning_automodel.loss.vocab_parallel import VocabShard, check_targets, token_losses, wide
 
 Function = Callable[..., Any]
 
@@ -127,11 +127,11 @@ def _cross_entropy(
     is_usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
     if not is_usual or logits.dim != (1 if logits.local.ndim > 1 else 0):
         return NotImplemented
-    part = Part(logits.size, logits.start, logits.mesh.get_group())
+    shard = VocabShard(logits.size, logits.start, logits.mesh.get_group())
     local, flat = logits.last(), target.reshape(-1)
     if target.shape != local.shape[:-1]:
         raise ValueError(f"targets {list(target.shape)} do not fit to logits {list(logits.shape)}")
-    losses = token_losses(local.reshape(-1, local.shape[-1]), flat, part, ignore_index, label_smoothing)
+    losses = token_losses(local.reshape(-1, local.shape[-1]), flat, shard, ignore_index, label_smoothing)
     counts = target != ignore_index
     if reduction == "mean":
         return losses.sum() / counts.sum().clamp(min=1)  # 0 and not NaN where no label counts, as everywhere here

@@ -22,7 +22,7 @@ _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Part:
+class VocabShard:
     """The slice of the vocabulary that this rank holds.
 
     Attributes:
@@ -36,11 +36,11 @@ class Part:
     group: ProcessGroup | None = None
 
     @classmethod
-    def of(cls, size: int, group: ProcessGroup | None) -> "Part":
-        """Computes this rank's part, cut as DTensor cuts."""
+    def of(cls, size: int, group: ProcessGroup | None) -> "VocabShard":
+        """Computes this rank's shard, cut as DTensor cuts."""
         return cls(size, shard_bounds(size, group.size(), group.rank())[0], group) if group else cls(size)
 
-    def limited(self, size: int) -> "Part":
+    def limited(self, size: int) -> "VocabShard":
         """Limits the slice to a vocabulary of which only the first ``size`` ids count."""
         return replace(self, size=size)
 
@@ -84,18 +84,18 @@ class SmoothedLoss:
     """Cross entropy of rows of logits, in the steps between which ranks and blocks of rows are combined.
 
     Attributes:
-        part: which slice of the vocabulary the logits are.
+        shard: which slice of the vocabulary the logits are.
         smoothing: share of the target that is spread evenly over the vocabulary.
     """
 
-    part: Part
+    shard: VocabShard
     smoothing: float
 
     def start(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Starts sums of logits minus the largest of their row: of exp, of the target, of all."""
-        maximum = self.part.maximum(logits)
+        maximum = self.shard.maximum(logits)
         sums = maximum.new_zeros((3 if self.smoothing else 2, logits.shape[0]))
-        sums[1] = self.part.pick(logits, targets, maximum)
+        sums[1] = self.shard.pick(logits, targets, maximum)
         return maximum, sums
 
     def exponentiate(self, shifted: Tensor, sums: Tensor) -> None:
@@ -107,14 +107,14 @@ class SmoothedLoss:
     def losses(self, sums: Tensor) -> Tensor:
         """Computes losses [rows] from sums over the whole vocabulary."""
         losses = sums[0].log() - (1 - self.smoothing) * sums[1]
-        return losses - self.smoothing / self.part.size * sums[2] if self.smoothing else losses
+        return losses - self.smoothing / self.shard.size * sums[2] if self.smoothing else losses
 
     def differentiate(self, exponentials: Tensor, targets: Tensor, sums: Tensor, weights: Tensor) -> None:
         """Replaces exponentials by the gradient of ``sum(weights * losses)``; ``sums`` are those of exp, [rows]."""
         exponentials *= (weights / sums)[:, None]
         if self.smoothing:
-            exponentials -= (weights * self.smoothing / self.part.size)[:, None]
-        self.part.subtract(exponentials, targets, (1 - self.smoothing) * weights)
+            exponentials -= (weights * self.smoothing / self.shard.size)[:, None]
+        self.shard.subtract(exponentials, targets, (1 - self.smoothing) * weights)
 
 
 class Ungathered(Tensor):
@@ -125,7 +125,7 @@ class Ungathered(Tensor):
         raise NotImplementedError
 
 
-def vocabulary_slice(logits: Tensor) -> tuple[Tensor, Part]:
+def vocabulary_slice(logits: Tensor) -> tuple[Tensor, VocabShard]:
     """Returns this rank's shard of ``logits`` [..., vocab], and where it lies; differentiable.
 
     Raises:
@@ -135,7 +135,7 @@ def vocabulary_slice(logits: Tensor) -> tuple[Tensor, Part]:
         logits = logits.whole()
     size = logits.shape[-1]
     if not isinstance(logits, DTensor):
-        return logits, Part(size)
+        return logits, VocabShard(size)
     last = Shard(logits.ndim - 1)
     axes = [axis for axis, placement in enumerate(logits.placements) if placement == last]
     if len(axes) > 1 or any(placement.is_partial() for placement in logits.placements):
@@ -143,18 +143,18 @@ def vocabulary_slice(logits: Tensor) -> tuple[Tensor, Part]:
             f"logits with the placements {logits.placements} are not slices of the vocabulary over one axis; "
             "redistribute them first: logits.redistribute(placements=[...])"
         )
-    return logits.to_local(), Part.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
+    return logits.to_local(), VocabShard.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
 
 
 def token_losses(
-    logits: Tensor, targets: Tensor, part: Part, ignore_index: int | None = None, label_smoothing: float = 0.0
+    logits: Tensor, targets: Tensor, shard: VocabShard, ignore_index: int | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
     """Cross entropy of each token.
 
     Args:
         logits: [tokens, vocab / tp], any floating-point dtype.
         targets: [tokens], ids of the whole vocabulary.
-        part: which slice ``logits`` is.
+        shard: which slice ``logits`` is.
         ignore_index: targets of this value have loss 0 and gradient 0.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
 
@@ -164,24 +164,24 @@ def token_losses(
     Raises:
         ValueError: for targets outside of the vocabulary (on CUDA an assertion on the device), or a share that is none.
     """
-    check_targets(targets, part.size, ignore_index)
+    check_targets(targets, shard.size, ignore_index)
     check_smoothing(label_smoothing)
-    return _TokenLosses.apply(logits, targets, part, ignore_index, label_smoothing)
+    return _TokenLosses.apply(logits, targets, shard, ignore_index, label_smoothing)
 
 
-def token_entropies(logits: Tensor, part: Part) -> Tensor:
+def token_entropies(logits: Tensor, shard: VocabShard) -> Tensor:
     """Computes the entropy of each token's distribution, in nats: [tokens], from ``logits`` [tokens, vocab / tp]."""
-    return _TokenEntropies.apply(logits, part)
+    return _TokenEntropies.apply(logits, shard)
 
 
-def largest(logits: Tensor, part: Part) -> Tensor:
+def largest(logits: Tensor, shard: VocabShard) -> Tensor:
     """Finds the id of the largest logit of each row, [tokens]; the smallest id among equals."""
-    maximum = part.maximum(logits)
-    ids = torch.full_like(maximum, part.size, dtype=torch.int64)
+    maximum = shard.maximum(logits)
+    ids = torch.full_like(maximum, shard.size, dtype=torch.int64)
     if logits.shape[-1]:
         values, columns = logits.max(-1)
-        ids = torch.where(values == maximum, columns + part.start, ids)
-    return part.reduce(ids, dist.ReduceOp.MIN)
+        ids = torch.where(values == maximum, columns + shard.start, ids)
+    return shard.reduce(ids, dist.ReduceOp.MIN)
 
 
 def check_targets(targets: Tensor, size: int, ignore_index: int | None) -> None:
@@ -223,13 +223,13 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, part: Part, ignore_index: int | None, smoothing: float
+        ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard, ignore_index: int | None, smoothing: float
     ) -> Tensor:
-        loss = SmoothedLoss(part, smoothing)
+        loss = SmoothedLoss(shard, smoothing)
         maximum, sums = loss.start(logits, targets)
         for rows in _blocks(logits):
             loss.exponentiate(logits[rows] - maximum[rows, None], sums[:, rows])
-        part.reduce(sums)
+        shard.reduce(sums)
         # Not the log-partition alone, maximum + log(sum): beside large logits it would lose its last digits.
         ctx.save_for_backward(logits, targets, maximum, sums[0].clone())
         ctx.loss, ctx.ignore_index = loss, ignore_index
@@ -251,15 +251,15 @@ class _TokenEntropies(torch.autograd.Function):
     """``H = log(sum exp x) - sum p x``, and ``dH / dx = -p (log p + H)``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, part: Part) -> Tensor:
-        maximum = part.maximum(logits)
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        maximum = shard.maximum(logits)
         sums = maximum.new_zeros((2, logits.shape[0]))
         for rows in _blocks(logits):
             shifted = _finite(logits[rows] - maximum[rows, None])
             powers = shifted.exp()
             sums[0, rows] = powers.sum(-1)
             sums[1, rows] = powers.mul_(shifted).sum(-1)
-        part.reduce(sums)
+        shard.reduce(sums)
         log_sum = sums[0].log()
         entropies = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(logits, maximum, log_sum, entropies)

@@ -29,14 +29,14 @@ def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     swaps = {name: ParameterSwap() for name in ("", *blocks)}
     cast = Cast(dtype)
     for module_name, module in model.named_modules():
-        unit = outermost(list(blocks), module_name) or ""
+        owner_name = outermost(list(blocks), module_name) or ""
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and parameter not in keep:
-                swaps[unit].add(module, name, cast)
+                swaps[owner_name].add(module, name, cast)
     for name, swap in swaps.items():
-        unit_module = model.get_submodule(name)
-        swap.install(unit_module)
-        unit_module.register_forward_pre_hook(cast.inputs, with_kwargs=True)
+        owner = model.get_submodule(name)
+        swap.install(owner)
+        owner.register_forward_pre_hook(cast.inputs, with_kwargs=True)
 
 
 @dataclass(frozen=True)

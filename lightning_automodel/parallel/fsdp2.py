@@ -22,7 +22,7 @@ from lightning_automodel._compat import add_parameter_group, fsdp_units, reduce_
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.loading.placement import offload_policy_for
+from lightning_automodel.loading.host_offload import offload_policy_for
 from lightning_automodel.loss.install import defers_logits
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import (

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_automodel._compat import fsdp_units, kept_gathered
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.loading.placement import offload_policy_for
+from lightning_automodel.loading.host_offload import offload_policy_for
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing, get_lm_ac_layers
 from lightning_automodel.parallel.compile import compile_blocks

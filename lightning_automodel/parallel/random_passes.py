@@ -49,9 +49,9 @@ def data_rank_of(mesh: DeviceMesh) -> int:
     return place
 
 
-def lone_dropouts(root: nn.Module, units: list[nn.Module]) -> Iterator[nn.Module]:
-    """Returns the dropout modules below ``root`` that none of ``units`` holds."""
-    held = {id(module) for unit in units for module in unit.modules()}
+def lone_dropouts(root: nn.Module, submodels: list[nn.Module]) -> Iterator[nn.Module]:
+    """Returns the dropout modules below ``root`` that none of ``submodels`` holds."""
+    held = {id(module) for submodel in submodels for module in submodel.modules()}
     yield from (m for m in root.modules() if isinstance(m, DROPOUTS) and id(m) not in held)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_automodel.distributed.replicas import Comparison, Replicas
+from lightning_automodel.distributed.replica_checksums import Comparison, Replicas
 
 Collect = Callable[[nn.Module], Iterator[Replicas]]
 

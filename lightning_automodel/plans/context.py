@@ -47,7 +47,7 @@ _PASSING = {
 head: it hands on, scales and compares; it looks at no position."""
 
 
-class Kind(Enum):
+class Treatment(Enum):
     """What context parallelism does about a module."""
 
     TOKENWISE = "tokenwise"
@@ -84,12 +84,13 @@ class ContextLayout:
 
     lists: list[BlockList] = field(default_factory=list)
     gathered_blocks: set[str] = field(default_factory=set)
-    children: dict[str, Kind] = field(default_factory=dict)
+    children: dict[str, Treatment] = field(default_factory=dict)
     models: dict[str, bool] = field(default_factory=dict)
 
     def attention_of(self, block: str) -> list[str]:
         """Names of the attention modules of a block that work on rows."""
-        return [n for n, kind in self.children.items() if kind is Kind.ATTENTION and n.startswith(f"{block}.")]
+        names = (name for name, treatment in self.children.items() if treatment is Treatment.ATTENTION)
+        return [name for name in names if name.startswith(f"{block}.")]
 
     @property
     def holders(self) -> list[str]:
@@ -99,7 +100,8 @@ class ContextLayout:
     @property
     def gathered(self) -> list[str]:
         """Names of all that sees the whole sequence."""
-        return [*self.gathered_blocks, *(n for n, kind in self.children.items() if kind is Kind.GATHERED)]
+        gathered = (name for name, treatment in self.children.items() if treatment is Treatment.GATHERED)
+        return [*self.gathered_blocks, *gathered]
 
 
 def derive_context_layout(model: nn.Module) -> ContextLayout:
@@ -138,21 +140,20 @@ def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: d
         if not unknown <= handed_to_children(block):
             layout.gathered_blocks.add(name)
             continue
-        layout.children |= _kinds_of_children(block, name)
+        layout.children |= _treatments_of_children(block, name)
 
 
-def _kinds_of_children(block: nn.Module, name: str) -> dict[str, Kind]:
+def _treatments_of_children(block: nn.Module, name: str) -> dict[str, Treatment]:
     """Returns a mask enters a block either whole or as rows: attention is gathered beside a gathered child that takes
     masks.
     """
     children = dict(_children(block, name))
-    kinds: dict[str, Kind] = {
-        child_name: kind for child_name, child in children.items() if (kind := kind_of(child)) is not Kind.TOKENWISE
-    }
-    gathered = [children[child_name] for child_name, kind in kinds.items() if kind is Kind.GATHERED]
+    found = {child_name: treatment_of(child) for child_name, child in children.items()}
+    treatments = {child_name: found[child_name] for child_name in found if found[child_name] is not Treatment.TOKENWISE}
+    gathered = [children[child_name] for child_name, treatment in treatments.items() if treatment is Treatment.GATHERED]
     if any(set(ordered_arguments(child)) & set(ROWS_OF_ATTENTION) for child in gathered):
-        return {child_name: Kind.GATHERED for child_name in kinds}
-    return kinds
+        return {child_name: Treatment.GATHERED for child_name in treatments}
+    return treatments
 
 
 def _add_models(layout: ContextLayout, model: nn.Module, holder: str) -> None:
@@ -216,21 +217,21 @@ def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield full, child
 
 
-# ---- kinds of children -----------------------------------------------------------------------------------------------
+# ---- treatments of children -----------------------------------------------------------------------------------------
 
 
-def kind_of(child: nn.Module) -> Kind:
+def treatment_of(child: nn.Module) -> Treatment:
     """What a child of a block needs."""
     if not _meets_tokens(child):
-        return Kind.TOKENWISE
+        return Treatment.TOKENWISE
     names = class_names(child)
     inner = any(_meets_tokens(module) for name, module in child.named_modules() if name)
     if REGISTRY not in names_of(child) or inner or any(name in MIXES_TOKENS for name in names):
-        return Kind.GATHERED
+        return Treatment.GATHERED
     arguments = set(ordered_arguments(child)[1:])
     known = arguments <= {*ROWS_OF_ATTENTION, *_STATES}
     placed = bool(arguments & _POSITIONS) or "arange" not in names_of(child)
-    return Kind.ATTENTION if known and placed else Kind.GATHERED
+    return Treatment.ATTENTION if known and placed else Treatment.GATHERED
 
 
 def _meets_tokens(module: nn.Module) -> bool:
@@ -249,5 +250,5 @@ def names_of(module: nn.Module) -> set[str]:
 def ordered_arguments(module: nn.Module) -> list[str]:
     """Names of the arguments of a module's forward, without ``*args`` and ``**kwargs``."""
     parameters = inspect.signature(type(module).forward).parameters
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [name for name, p in parameters.items() if p.kind not in kinds][1:]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, p in parameters.items() if p.kind not in variadic][1:]

@@ -9,7 +9,7 @@ from lightning_automodel.plans.adapters import Wrapped
 from lightning_automodel.plans.layout import Layout, ModuleLayout, ParameterLayout, Structure, layout_of
 from lightning_automodel.plans.selection import Plan
 from lightning_automodel.plans.styles import Enter
-from lightning_automodel.plans.terms import derive_terms
+from lightning_automodel.plans.sum_terms import derive_terms
 
 _OF_THE_LAYER = (Enter.EMBED, Enter.NORM)
 """What replaces the forward pass of the layer itself; all else surrounds its wrapper."""

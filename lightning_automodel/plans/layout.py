@@ -23,11 +23,11 @@ from lightning_automodel.modules.structure import (
     text_config,
 )
 from lightning_automodel.plans.attention_heads import counts_of, head_counts, share
-from lightning_automodel.plans.fitting import check_styles, check_sums
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
+from lightning_automodel.plans.style_checks import check_styles, check_sums
 from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of
-from lightning_automodel.plans.terms import Term
+from lightning_automodel.plans.sum_terms import Term
 
 Rows = tuple[tuple[int, int], ...]
 

@@ -18,7 +18,7 @@ from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, OF_USERS
 from lightning_automodel.plans.published import published_plan
 from lightning_automodel.plans.styles import STYLES
-from lightning_automodel.plans.terms import MEASURED, package
+from lightning_automodel.plans.sum_terms import MEASURED, package
 from lightning_automodel.plans.torch_styles import name_of_style
 
 Rules = Mapping[str, str | ParallelStyle]

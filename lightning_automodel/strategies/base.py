@@ -47,7 +47,7 @@ from lightning_automodel.strategies.compiled import uncompile
 from lightning_automodel.strategies.data.agreement import BatchAgreement
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
 from lightning_automodel.strategies.data.samplers import check_training_lengths, install_samplers, process_dataloader
-from lightning_automodel.strategies.data.seen import SEEN, SeenSamples
+from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples
 from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.faults.preemption import Preemption
 from lightning_automodel.strategies.finite import FiniteGuard

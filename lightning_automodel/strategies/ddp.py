@@ -25,12 +25,12 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.initialize import broadcast_weights
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
-from lightning_automodel.parallel.layers import config_for
+from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.submodels import check_switches_find_work, find_units, unwrap_compiled
+from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled
 
 _PREPARED = "_prepared_for_ddp"
 
@@ -123,15 +123,17 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         unwrap_compiled(module)
         if self._is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
-        units = find_units(module, bare=True)
-        check_switches_find_work(self.config, [unit.module for unit in units])
-        for unit in units:
-            _check_plain(unit.name, unit.module)
-            if not hasattr(unit.module, _PREPARED):
-                self._prepare(unit.module)
-                setattr(unit.module, _PREPARED, True)
-        of_units = {tensor for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
-        broadcast_weights(module, self.device_mesh, apart_from=of_units)
+        submodels = find_submodels(module, bare=True)
+        check_switches_find_work(self.config, [submodel.module for submodel in submodels])
+        for submodel in submodels:
+            _check_plain(submodel.name, submodel.module)
+            if not hasattr(submodel.module, _PREPARED):
+                self._prepare(submodel.module)
+                setattr(submodel.module, _PREPARED, True)
+        of_submodels = {
+            tensor for submodel in submodels for tensor in (*submodel.module.parameters(), *submodel.module.buffers())
+        }
+        broadcast_weights(module, self.device_mesh, apart_from=of_submodels)
         if self.config.check_replicas_every_n_steps is not None and not hasattr(module, _PREPARED):
             check_replicas_every(module, self.config.check_replicas_every_n_steps)
         setattr(module, _PREPARED, True)

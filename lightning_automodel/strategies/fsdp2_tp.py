@@ -17,23 +17,23 @@ from lightning_automodel._compat.dtensor import is_offloaded
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
+from lightning_automodel.loading.host_offload import BACKEND, move
 from lightning_automodel.loading.initialize import materialize
-from lightning_automodel.loading.placed import place, values_aside
+from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.placeholders import reserve
-from lightning_automodel.loading.placement import BACKEND, move
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
-from lightning_automodel.parallel.layers import config_for
+from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.submodels import (
-    Unit,
+    Submodel,
     check_complete,
     check_switches_find_work,
-    find_units,
+    find_submodels,
     no_plan,
     unwrap_compiled,
 )
@@ -139,33 +139,33 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
-        self._setup_units(find_units(module))
+        self._setup_submodels(find_submodels(module))
 
-    def _setup_units(self, units: list[Unit]) -> None:
+    def _setup_submodels(self, submodels: list[Submodel]) -> None:
         tp = self.sizes.tp
-        if tp > 1 and not any(has_rules(unit.module, self.config.tp_plan) for unit in units):
-            raise ValueError(no_plan(type(self.lightning_module).__name__, tp, units))
-        check_switches_find_work(self.config, [unit.module for unit in units])
-        for unit in units:
-            if unit.is_sharded:
-                check_complete(unit, self.config.tower_policy)
-                self._check_mesh(unit)
+        if tp > 1 and not any(has_rules(submodel.module, self.config.tp_plan) for submodel in submodels):
+            raise ValueError(no_plan(type(self.lightning_module).__name__, tp, submodels))
+        check_switches_find_work(self.config, [submodel.module for submodel in submodels])
+        for submodel in submodels:
+            if submodel.is_sharded:
+                check_complete(submodel, self.config.tower_policy)
+                self._check_mesh(submodel)
                 continue
-            with values_aside(unit.module):
-                self._parallelize(unit.module)
-            if any(p.is_meta for p in unit.module.parameters()):
-                if isinstance(unit.module, PreTrainedModel) and self._is_about_to_be_restored(unit.module):
-                    reserve(unit.module, self.root_device)  # random weights are drawn whole, for nothing here
-                materialize(unit.module, self.root_device)
+            with values_aside(submodel.module):
+                self._parallelize(submodel.module)
+            if any(p.is_meta for p in submodel.module.parameters()):
+                if isinstance(submodel.module, PreTrainedModel) and self._is_about_to_be_restored(submodel.module):
+                    reserve(submodel.module, self.root_device)  # random weights are drawn whole, for nothing here
+                materialize(submodel.module, self.root_device)
 
-    def _check_mesh(self, unit: Unit) -> None:
-        mesh = next((p.device_mesh for p in unit.module.parameters() if isinstance(p, DTensor)), None)
+    def _check_mesh(self, submodel: Submodel) -> None:
+        mesh = next((p.device_mesh for p in submodel.module.parameters() if isinstance(p, DTensor)), None)
         if mesh is None:
             return
-        check_groups(root_mesh(mesh), unit.name)
+        check_groups(root_mesh(mesh), submodel.name)
         if root_mesh(mesh) != self.device_mesh:
             raise ValueError(
-                f"{unit.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
+                f"{submodel.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
                 "build a new LightningModule, or use the trainer that made it parallel"
             )
 

@@ -19,14 +19,14 @@ from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.uneven_shards import complete_state
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
-from lightning_automodel.loading.placed import place, values_aside
+from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, building, device
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.submodels import check_switches_find_work, find_units, unwrap_compiled
+from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled
 
 _SHARDED = "_sharded_by_megatron_fsdp"
 _MESH = "_mesh_of_megatron_fsdp"
@@ -133,19 +133,19 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
                 "precision='16-mixed': loss scaling needs gradients before Megatron-FSDP has reduced them; use "
                 "'bf16-mixed', or FSDP2TPStrategy"
             )
-        units = find_units(module)
-        check_switches_find_work(self.config, [unit.module for unit in units])
+        submodels = find_submodels(module)
+        check_switches_find_work(self.config, [submodel.module for submodel in submodels])
         originals: list[dict[str, Tensor]] = []
-        for unit in units:
-            if unit.is_sharded:
-                raise ValueError(f"{unit.name} was made parallel by FSDP2TPStrategy; build a new LightningModule")
-            if not building.is_split(unit.module):
-                self._split_in_memory(unit.module)
-            broadcast_weights(unit.module, self.device_mesh)  # what files lack, or nobody has seeded
-            originals.append(building.finish_split(unit.module, self._axes.tp, self._dtypes))
+        for submodel in submodels:
+            if submodel.is_sharded:
+                raise ValueError(f"{submodel.name} was made parallel by FSDP2TPStrategy; build a new LightningModule")
+            if not building.is_split(submodel.module):
+                self._split_in_memory(submodel.module)
+            broadcast_weights(submodel.module, self.device_mesh)  # what files lack, or nobody has seeded
+            originals.append(building.finish_split(submodel.module, self._axes.tp, self._dtypes))
         vars(module)[_MESH] = self.device_mesh
         vars(module)[_SHARDED] = ShardedModules(
-            [unit.module for unit in units],
+            [submodel.module for submodel in submodels],
             self._axes.data,
             self._axes.tp,
             self.config,

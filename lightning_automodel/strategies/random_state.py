@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.random_numbers import RandomNumbers, agreed_seed
 from lightning_automodel.parallel.random_passes import draw_from, lone_dropouts
-from lightning_automodel.strategies.submodels import find_units
+from lightning_automodel.strategies.submodels import find_submodels
 
 RANDOM_STATES = "random_states"
 RANDOM_NUMBERS = "random_numbers"
@@ -35,8 +35,8 @@ class ModelDraws:
         The seed is that of rank 0's generator.
         """
         self._numbers = RandomNumbers(seed=agreed_seed(device_type), data_rank=data_rank)
-        units = [unit.module for unit in find_units(module, bare=True)]
-        for drawing in (*units, *lone_dropouts(module, units)):
+        submodels = [submodel.module for submodel in find_submodels(module, bare=True)]
+        for drawing in (*submodels, *lone_dropouts(module, submodels)):
             draw_from(drawing, self._numbers)
 
     def begin(self, trainer: "pl.Trainer") -> None:

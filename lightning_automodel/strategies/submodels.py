@@ -18,7 +18,7 @@ from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_
 
 
 @dataclass(frozen=True)
-class Unit:
+class Submodel:
     """A module that is called as a whole, and is sharded as one FSDP2 root."""
 
     name: str
@@ -30,20 +30,20 @@ class Unit:
         return isinstance(self.module, FSDPModule)
 
 
-def find_units(root: nn.Module, bare: bool = False) -> list[Unit]:
-    """Finds the units below a LightningModule, in the order of registration.
+def find_submodels(root: nn.Module, bare: bool = False) -> list[Submodel]:
+    """Finds the submodels below a LightningModule, in the order of registration.
 
     Args:
         root: the LightningModule.
-        bare: allow parameters that no unit holds.
+        bare: allow parameters that no submodel holds.
 
     Raises:
         ValueError: for such a parameter, since nothing would tell when to gather it; for quantized weights.
     """
-    units = list(_units(root, "", bare))
-    for unit in units:
-        refuse_quantized(unit.module)
-    return units
+    submodels = list(_submodels(root, "", bare))
+    for submodel in submodels:
+        refuse_quantized(submodel.module)
+    return submodels
 
 
 def unwrap_compiled(root: nn.Module) -> None:
@@ -58,31 +58,31 @@ def unwrap_compiled(root: nn.Module) -> None:
                 setattr(parent, name, unwrap_optimized(child))
 
 
-def check_complete(unit: Unit, tower_policy: str) -> None:
-    """Checks that nothing was added to a unit after it was made parallel, which no rank would gather or reduce.
+def check_complete(submodel: Submodel, tower_policy: str) -> None:
+    """Checks that nothing was added to a submodel after it was made parallel, which no rank would gather or reduce.
 
     Args:
-        unit: made parallel before.
+        submodel: made parallel before.
         tower_policy: of its config; "replicate" leaves the parameters of towers as they are.
 
     Raises:
         ValueError: naming a parameter, and where to build instead.
     """
-    towers = list(find_towers(unit.module)) if tower_policy == "replicate" else []
-    plain = [name for name, p in unit.module.named_parameters() if not isinstance(p, DTensor)]
+    towers = list(find_towers(submodel.module)) if tower_policy == "replicate" else []
+    plain = [name for name, p in submodel.module.named_parameters() if not isinstance(p, DTensor)]
     added = [name for name in plain if outermost(towers, name) is None]
     if added:
         others = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise ValueError(
-            f"{unit.name}.{added[0]}{others}: added to a model that was made parallel already (by from_pretrained in "
-            "configure_model, for example), so no rank would shard it or reduce its gradient; build and change the "
+            f"{submodel.name}.{added[0]}{others}: added to a model that was made parallel already (by from_pretrained "
+            "in configure_model, for example), so no rank would shard it or reduce its gradient; build and change the "
             "model in __init__ of the LightningModule, where it is still whole"
         )
 
 
-def no_plan(owner: str, tp: int, units: Sequence[Unit]) -> str:
-    """Says why ``tp`` splits none of the units of a LightningModule."""
-    held = ", ".join(f"{unit.name} ({type(unit.module).__name__})" for unit in units[:5])
+def no_plan(owner: str, tp: int, submodels: Sequence[Submodel]) -> str:
+    """Says why ``tp`` splits none of the submodels of a LightningModule."""
+    held = ", ".join(f"{submodel.name} ({type(submodel.module).__name__})" for submodel in submodels[:5])
     return (
         f"tp={tp}, but nothing that {owner} holds has a tensor-parallel plan ({held}); use tp=1, or give rules: "
         "FSDP2Config(tp_plan={...}) or register_tp_plan, with names inside of the module that is called as a whole, "
@@ -105,18 +105,18 @@ def check_switches_find_work(config: StageSwitches, modules: Sequence[nn.Module]
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Tells whether a unit has blocks; a model of transformers says by itself what it lacks."""
+    """Tells whether a submodel has blocks; a model of transformers says by itself what it lacks."""
     return isinstance(module, PreTrainedModel) or bool(find_blocks(module))
 
 
-def _units(module: nn.Module, name: str, bare: bool) -> Iterator[Unit]:
+def _submodels(module: nn.Module, name: str, bare: bool) -> Iterator[Submodel]:
     if isinstance(module, PreTrainedModel | FSDPModule):
-        yield Unit(name, module)
+        yield Submodel(name, module)
         return
     is_layer = name and not isinstance(module, CONTAINERS) and not _is_parameter_container(module)
     if is_layer and not any(isinstance(m, PreTrainedModel) for m in module.modules()):
         if next(module.parameters(), None) is not None:
-            yield Unit(name, module)
+            yield Submodel(name, module)
         return
     for parameter_name, _ in () if bare else module.named_parameters(recurse=False):
         raise ValueError(
@@ -124,7 +124,7 @@ def _units(module: nn.Module, name: str, bare: bool) -> Iterator[Unit]:
             "is called, so it cannot be sharded; move it into an nn.Module whose forward uses it"
         )
     for child_name, child in module.named_children():
-        yield from _units(child, f"{name}.{child_name}" if name else child_name, bare)
+        yield from _submodels(child, f"{name}.{child_name}" if name else child_name, bare)
 
 
 def _is_parameter_container(module: nn.Module) -> bool:

@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_automodel.checkpointing.dcp import Held, list_tensors, write_tensors
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.distributed.boxes import pieces_at
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.boxes import boxes_at
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
 
@@ -34,17 +34,17 @@ def test_pieces_are_what_the_cuts_leave(rows: int, dp: int, tp: int, stacked: in
     i, j = data.draw(st.integers(0, dp - 1)), data.draw(st.integers(0, tp - 1))
     by_tp = Shard(0) if stacked == 1 else _StridedShard(0, split_factor=stacked)
     by_dp = Shard(0) if tp == 1 and stacked == 1 else _StridedShard(0, split_factor=tp)
-    found = pieces_at((rows, 3), (2, dp, tp), (Replicate(), by_dp, by_tp), (1, i, j))
+    found = boxes_at((rows, 3), (2, dp, tp), (Replicate(), by_dp, by_tp), (1, i, j))
     matrices = torch.arange(rows).chunk(stacked)
     expected = cut(torch.cat([cut(matrix, tp, j) for matrix in matrices]), dp, i)
-    actual = [row for piece in found for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])]
+    actual = [row for box in found for row in range(box.offsets[0], box.offsets[0] + box.sizes[0])]
     assert actual == expected.tolist()
-    assert all(piece.offsets[1] == 0 and piece.sizes[1] == 3 for piece in found)
+    assert all(box.offsets[1] == 0 and box.sizes[1] == 3 for box in found)
 
 
-def test_partial_sums_have_no_pieces() -> None:
+def test_partial_sums_have_no_boxes() -> None:
     with pytest.raises(ValueError, match="redistribute"):
-        pieces_at((4,), (2,), (Partial(),), (0,))
+        boxes_at((4,), (2,), (Partial(),), (0,))
 
 
 def saved(rows: int, tp: int, directory: Path) -> dict[str, bool]:
@@ -54,7 +54,7 @@ def saved(rows: int, tp: int, directory: Path) -> dict[str, bool]:
     layer = nn.Linear(4, rows, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(value, axis(mesh, TP), [Shard(0)]))
     fully_shard(layer, mesh=axis(mesh, DP_SHARD))
-    whole = gather_whole(layer.weight)
+    whole = gather_on_rank_zero(layer.weight)
     write_tensors({"w": Held.of(layer.weight.detach(), "w")}, Location.of(directory / "ours"))
     ours = list_tensors(Location.of(directory / "ours"), weights_only=True)["w"].load()
     dcp.save({"w": layer.weight.detach()}, checkpoint_id=directory / "torch")

@@ -15,7 +15,7 @@ from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.loss import cross_entropy, entropy
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.kernels import LOSS_KERNELS
-from lightning_automodel.loss.vocab_parallel import Part
+from lightning_automodel.loss.vocab_parallel import VocabShard
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -95,7 +95,7 @@ def test_kernels(kernel: str) -> None:
         pytest.skip(f"{LOSS_KERNELS[kernel][1]} is not installed")
     hidden, weight, labels = problem(torch.bfloat16)
     recipe = LinearRecipe(
-        hidden=hidden[None], weight=weight, bias=None, part=Part(1000), chunk_size=1, kernel=kernel, owner="test"
+        hidden=hidden[None], weight=weight, bias=None, shard=VocabShard(1000), chunk_size=1, kernel=kernel, owner="test"
     )
     loss = DeferredLogits.from_recipe(recipe).loss_sum(labels, -100, 0.0) / (labels != -100).sum()
     assert_same(loss, hidden, weight, labels)

@@ -17,7 +17,7 @@ from transformers import (
     MixtralConfig,
 )
 
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.loading import materialize, sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
@@ -98,8 +98,8 @@ def loaded_unevenly(directory: Path) -> list[str]:
     mesh = build_mesh(resolve_sizes(6, tp=2, dp_shard=3), "cpu")
     with sharded_loading(lambda model: parallelize(model, mesh), CPU):
         model = AutoModelForCausalLM.from_pretrained(directory)
-    # torch's own full_tensor() misplaces rows here; gather_whole is what exports use.
-    whole = {name: gather_whole(p) for name, p in model.named_parameters()}
+    # torch's own full_tensor() misplaces rows here; gather_on_rank_zero is what exports use.
+    whole = {name: gather_on_rank_zero(p) for name, p in model.named_parameters()}
     if dist.get_rank():
         return []
     return [name for name, p in expected.named_parameters() if not torch.equal(whole[name], p)]

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_automodel.loading.safetensors import SlicedFile
-from lightning_automodel.loading.unread import NotAMove, UnreadTensor, unread
+from lightning_automodel.loading.unread_tensors import NotAMove, UnreadTensor, unread
 
 TENSORS = {name: torch.randn(6, 4, 8) for name in "abc"}
 MOVES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

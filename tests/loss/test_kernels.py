@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.kernels import check_kernel
-from lightning_automodel.loss.vocab_parallel import Part
+from lightning_automodel.loss.vocab_parallel import VocabShard
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def deferred(kernel: str) -> tuple[DeferredLogits, Tensor]:
         hidden=torch.randn(2, 3, 4),
         weight=torch.randn(7, 4),
         bias=None,
-        part=Part(7),
+        shard=VocabShard(7),
         chunk_size=2,
         kernel=kernel,
         owner="Model",

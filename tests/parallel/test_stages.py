@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_automodel.mesh import DP, DP_REPLICATE, TP, Axes, axis, build_mesh, resolve_sizes
-from lightning_automodel.parallel.layers import config_for
+from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.megatron_fsdp.building import split
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages

@@ -3,7 +3,13 @@
 import pytest
 from torch import Tensor, nn
 
-from lightning_automodel.plans.context import Kind, derive_context_layout, handed_to_children, hands_on, kind_of
+from lightning_automodel.plans.context import (
+    Treatment,
+    derive_context_layout,
+    handed_to_children,
+    hands_on,
+    treatment_of,
+)
 from tests.support.families import tiny_model
 
 KINDS = {
@@ -39,10 +45,10 @@ class Widens(nn.Module):
 
 
 def test_what_is_not_proven_sees_the_whole_sequence() -> None:
-    assert kind_of(Shifts()) is Kind.GATHERED
-    assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))) is Kind.GATHERED
-    assert kind_of(Widens()) is Kind.TOKENWISE
-    assert kind_of(nn.LayerNorm(3)) is Kind.TOKENWISE
+    assert treatment_of(Shifts()) is Treatment.GATHERED
+    assert treatment_of(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))) is Treatment.GATHERED
+    assert treatment_of(Widens()) is Treatment.TOKENWISE
+    assert treatment_of(nn.LayerNorm(3)) is Treatment.TOKENWISE
 
 
 class Block(nn.Module):

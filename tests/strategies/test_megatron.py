@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_automodel import FSDP2TPStrategy, MegatronFSDPConfig, MegatronFSDPStrategy
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.megatron import accumulating, clip_grad_norm_
 from lightning_automodel.parallelizer import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
@@ -72,7 +72,7 @@ def fit_precision(ours: bool, precision: str, **fields: Any) -> dict[str, Any]:
     module = Descending()
     strategy = MegatronFSDPStrategy(config=MegatronFSDPConfig(**fields)) if ours else FSDP2TPStrategy()
     make_trainer(strategy, max_epochs=1, precision=precision).fit(module, batches(world_size()))
-    parameters = {name: gather_whole(as_stored(p)) for name, p in module.named_parameters()}
+    parameters = {name: gather_on_rank_zero(as_stored(p)) for name, p in module.named_parameters()}
     return {"losses": module.losses, "parameters": parameters}
 
 
@@ -229,7 +229,9 @@ def loop(stage: int | None, tp: int = 1, **fields: Any) -> tuple[list[float], di
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-    whole = {n: gather_whole(as_stored(p)) if stage is not None else p.detach() for n, p in model.named_parameters()}
+    whole = {
+        n: gather_on_rank_zero(as_stored(p)) if stage is not None else p.detach() for n, p in model.named_parameters()
+    }
     return norms, whole
 
 

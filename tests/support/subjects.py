@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lightning_automodel.distributed.shards import gather_whole
+from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import PARTITION, Fragment, as_stored
 from lightning_automodel.finetuning import HuggingFaceExport
 
@@ -121,7 +121,7 @@ def gather_part(tensor: Tensor) -> Tensor | None:
     """A plain copy on rank 0."""
     if not torch.distributed.is_initialized():
         return tensor.detach().clone()
-    whole = gather_whole(as_stored(tensor))
+    whole = gather_on_rank_zero(as_stored(tensor))
     return None if whole is None else whole.clone()
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_automodel._compat.attention import route_attention
-from lightning_automodel.distributed.rows import Rows
+from lightning_automodel.distributed.sequence_rows import Rows
 from lightning_automodel.modules.forward import recomputation_context
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.parallel.context.call import Call
+from lightning_automodel.parallel.context.attention_call import AttentionCall
 from lightning_automodel.parallel.context.exchange_all_to_all import attend_by_heads
 from lightning_automodel.parallel.context.exchange_gather import attend_to_gathered
 from lightning_automodel.parallel.context.state import Stream
@@ -93,7 +93,7 @@ def _attend(
     mask, bounds = (attention_mask, None) if by_heads else stream.own_mask(attention_mask)
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    call = Call(
+    call = AttentionCall(
         rows=stream.rows,
         function=function,
         module=module,

@@ -11,7 +11,7 @@ from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.activation_checkpoint import is_checkpointed
 from lightning_automodel.parallel.context.attention import bind_attention, exchanges, rows_of
 from lightning_automodel.parallel.context.state import Stream
-from lightning_automodel.plans.context import ROWS_OF_ATTENTION, ContextLayout, Kind, ordered_arguments
+from lightning_automodel.plans.context import ROWS_OF_ATTENTION, ContextLayout, Treatment, ordered_arguments
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -96,17 +96,17 @@ def install_on_children(model: nn.Module, stream: Stream, layout: ContextLayout)
             block.register_forward_hook(lambda module, args, output: _map_first(stream.cut, output))
         if name in stream.entry.gathered_after:
             block.register_forward_hook(lambda module, args, output: _map_first(stream.join, output))
-        for child, kind in layout.children.items():
+        for child, treatment in layout.children.items():
             if child.startswith(f"{name}."):
-                _install_child(model.get_submodule(child), kind, stream)
+                _install_child(model.get_submodule(child), treatment, stream)
 
 
-def _install_child(module: nn.Module, kind: Kind, stream: Stream) -> None:
-    if kind is Kind.ATTENTION:
+def _install_child(module: nn.Module, treatment: Treatment, stream: Stream) -> None:
+    if treatment is Treatment.ATTENTION:
         bind_attention(module, stream)
 
     def is_gathered(module: nn.Module) -> bool:
-        return stream.rows is not None and not (kind is Kind.ATTENTION and exchanges(module))
+        return stream.rows is not None and not (treatment is Treatment.ATTENTION and exchanges(module))
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         return _enter_gathered(stream, module, args, kwargs) if is_gathered(module) else None

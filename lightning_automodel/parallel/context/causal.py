@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_automodel._compat.attention import flash_backward, flash_forward, has_flash
-from lightning_automodel.distributed.rows import Rows, join_rows, sum_rows
+from lightning_automodel.distributed.sequence_rows import Rows, join_rows, sum_rows
 
 
 def can_merge(query: Tensor, dropout: float) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel.distributed.heads import heads_to_rows, rows_to_heads
-from lightning_automodel.distributed.rows import Rows
-from lightning_automodel.parallel.context.call import Call
+from lightning_automodel.distributed.head_exchange import heads_to_rows, rows_to_heads
+from lightning_automodel.distributed.sequence_rows import Rows
+from lightning_automodel.parallel.context.attention_call import AttentionCall
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
@@ -37,7 +37,7 @@ def elements_moved(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tup
     return 3 * share * kv_heads * widths, 2 * share / ranks * moved
 
 
-def attend_by_heads(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend_by_heads(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend to the whole sequence with some of the heads: [batch, rows, heads, dim].
 
     Args:

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from lightning_automodel.distributed.rows import Bounds, Rows, gather_parts
-from lightning_automodel.parallel.context.call import Call
+from lightning_automodel.distributed.sequence_rows import Bounds, Rows, gather_parts
+from lightning_automodel.parallel.context.attention_call import AttentionCall
 from lightning_automodel.parallel.context.causal import attend_causally, can_merge
 
 
-def attend_to_gathered(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend_to_gathered(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend with this rank's queries to the keys of all ranks: [batch, rows, heads, dim].
 
     Args:
@@ -75,7 +75,7 @@ def seen_keys(mask: Tensor, rows: Rows) -> list[Bounds]:
     return found
 
 
-def _attend_by_chunks(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend_by_chunks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     outputs, at = [], 0
     for index, (start, stop) in enumerate(call.rows.own_chunks):
         own = slice(at, at + stop - start)

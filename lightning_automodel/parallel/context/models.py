@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel.distributed.rows import Rows, gather_whole
+from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
 from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.parallel.context.state import Pass, Stream

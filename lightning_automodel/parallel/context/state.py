@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.distributed.random_numbers import drawing_aside
-from lightning_automodel.distributed.rows import Bounds, Rows, gather_parts
+from lightning_automodel.distributed.sequence_rows import Bounds, Rows, gather_parts
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.context.exchange_all_to_all import elements_moved, why_not
 from lightning_automodel.parallel.context.exchange_gather import seen_keys

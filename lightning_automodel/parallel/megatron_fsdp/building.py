@@ -20,7 +20,7 @@ from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import cast_parameters
 from lightning_automodel.mesh import Axes
 from lightning_automodel.parallel.compute_dtype import Cast
-from lightning_automodel.parallel.layers import config_for
+from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.megatron_fsdp.plain import make_plain
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.plans import Layout, Plan

@@ -58,8 +58,8 @@ def make_plain(model: nn.Module, layout: Layout, tp_mesh: DeviceMesh) -> None:
             module._parameters[name] = replaced[parameter]
             if part := _part(found, parameter.shape[0], tp_mesh):
                 swaps.setdefault(outermost(blocks, module_name) or "", ParameterSwap()).add(module, name, part)
-    for unit_name, swap in swaps.items():
-        swap.install(model.get_submodule(unit_name))
+    for owner_name, swap in swaps.items():
+        swap.install(model.get_submodule(owner_name))
 
 
 def _plain(parameter: DTensor, layout: ParameterLayout) -> nn.Parameter:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_automodel._compat.megatron_fsdp import remove_root_hooks, use_raw_parameters
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.config.imports import import_classes_from_paths
-from lightning_automodel.distributed.boxes import Piece, pieces_at
+from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.distributed.replicas import Replicas
+from lightning_automodel.distributed.replica_checksums import Replicas
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import scale_
 from lightning_automodel.modules.structure import find_blocks
@@ -153,8 +153,8 @@ class ShardedModules:
         is_sharded, data = self.config.zero_dp_strategy > 0, self._dp_mesh.get_group()
         tensors = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items() if name in self._whole}
         if self._tp_mesh.size() > 1:
-            pieces_over = data if is_sharded else None
-            yield Replicas(axis="tp", group=self._tp_mesh.get_group(), tensors=tensors, pieces_over=pieces_over)
+            shards_over = data if is_sharded else None
+            yield Replicas(axis="tp", group=self._tp_mesh.get_group(), tensors=tensors, shards_over=shards_over)
         if not is_sharded and data.size() > 1:
             own = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items()}
             yield Replicas(axis="dp", group=data, tensors=own)
@@ -211,11 +211,11 @@ class ShardedModules:
 
     def _partition(self, shape: torch.Size, placement: Any, rows: list[list[int]]) -> Partition:
         tp, dp = self._tp_mesh.size(), self._dp_mesh.size()
-        by_tp = [pieces_at(shape, (tp,), (placement,), (i,)) for i in range(tp)]
+        by_tp = [boxes_at(shape, (tp,), (placement,), (i,)) for i in range(tp)]
         is_sharded = self.config.zero_dp_strategy > 0
         starts = [[sum(by_dp[:i]) if is_sharded else 0 for i in range(dp)] for by_dp in rows]
         parts = {
-            (d, t): [cut for piece in by_tp[t] if (cut := _cut(piece, starts[t][d], rows[t][d]))]
+            (d, t): [cut for box in by_tp[t] if (cut := _cut(box, starts[t][d], rows[t][d]))]
             for d in range(dp)
             for t in range(tp)
         }
@@ -313,14 +313,14 @@ def _rows(parameter: Tensor) -> int:
     return local.shape[0] if local.numel() and local.ndim else 0
 
 
-def _cut(piece: Piece, start: int, count: int) -> Piece | None:
+def _cut(box: Box, start: int, count: int) -> Box | None:
     """Cuts a box to ``count`` rows of the rank's slice, from row ``start`` on."""
-    first = max(piece.local_offsets[0], start)
-    last = min(piece.local_offsets[0] + piece.sizes[0], start + count)
+    first = max(box.local_offsets[0], start)
+    last = min(box.local_offsets[0] + box.sizes[0], start + count)
     if first >= last:
         return None
-    return Piece(
-        offsets=(piece.offsets[0] + first - piece.local_offsets[0], *piece.offsets[1:]),
-        local_offsets=(first - start, *piece.local_offsets[1:]),
-        sizes=(last - first, *piece.sizes[1:]),
+    return Box(
+        offsets=(box.offsets[0] + first - box.local_offsets[0], *box.offsets[1:]),
+        local_offsets=(first - start, *box.local_offsets[1:]),
+        sizes=(last - first, *box.sizes[1:]),
     )

@@ -62,7 +62,7 @@ def install_local_tensors(
 ) -> None:
     """Shows modules local tensors as parameters during the forward pass of a block, and of the model for the rest.
 
-    Per unit and not per module, because some parents read a child's weight without calling it.
+    Per block and not per module, because some parents read a child's weight without calling it.
 
     Args:
         model: whose parameters are DTensors over ``tp_mesh``.
@@ -75,17 +75,17 @@ def install_local_tensors(
     own = [*find_blocks(model), *first, *last]
     swaps = {name: ParameterSwap(stored=DTensor) for name in ("", *own)}
     for module_name, module in model.named_modules():
-        unit = outermost(own, module_name) or ""
+        owner_name = outermost(own, module_name) or ""
         for name in module._parameters:
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
-                stream = (streams or {}).get(unit) if parameter_layout.sliced else None
+                stream = (streams or {}).get(owner_name) if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
-                swaps[unit].add(module, name, _local_tensor(parameter_layout, size, tp_mesh, stream, is_final))
+                swaps[owner_name].add(module, name, _local_tensor(parameter_layout, size, tp_mesh, stream, is_final))
     for name, swap in swaps.items():
-        unit_module = model.get_submodule(name)
-        unit_module.register_forward_pre_hook(_refuse_recomputing)
-        swap.install(unit_module)
+        owner = model.get_submodule(name)
+        owner.register_forward_pre_hook(_refuse_recomputing)
+        swap.install(owner)
 
 
 def _local_tensor(
@@ -111,16 +111,16 @@ def take_rows(whole: Tensor, rows: Rows) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _refuse_recomputing(unit: nn.Module, args: tuple) -> None:
-    if getattr(unit, "gradient_checkpointing", False) and unit.training and torch.is_grad_enabled():
-        _check_switch(unit)
+def _refuse_recomputing(owner: nn.Module, args: tuple) -> None:
+    if getattr(owner, "gradient_checkpointing", False) and owner.training and torch.is_grad_enabled():
+        _check_switch(owner)
 
 
-def _check_switch(unit: nn.Module) -> None:
+def _check_switch(owner: nn.Module) -> None:
     """Layers that have our switch recompute with local tensors; what another flag does is not known."""
-    if not any(has_switch(module) for module in unit.modules()):
+    if not any(has_switch(module) for module in owner.modules()):
         raise ValueError(
-            f"activation checkpointing of its own was turned on for a {type(unit).__name__}, and would recompute "
+            f"activation checkpointing of its own was turned on for a {type(owner).__name__}, and would recompute "
             "without the rank's slices; use activation_checkpointing=True of the strategy's config"
         )
 

@@ -28,7 +28,7 @@ from lightning_automodel.plans import Layout
 from lightning_automodel.plans.linearity import Kind, NotASumError, NotLinearError, kind, kind_of_result, mark, tensors
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Leave
-from lightning_automodel.plans.terms import Term
+from lightning_automodel.plans.sum_terms import Term
 
 _LEFT = "_boundaries_that_are_not_followed_yet"
 _FROM_START = "_partial_sums_are_followed_from_the_start"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel.distributed.rows import Rows, chunk_bounds
+from lightning_automodel.distributed.sequence_rows import Rows, chunk_bounds
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallel.context.exchange_gather import seen_keys
 from lightning_automodel.parallelizer import parallelize

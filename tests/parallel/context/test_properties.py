@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.distributed.rows import chunk_bounds
+from lightning_automodel.distributed.sequence_rows import chunk_bounds
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Batch, Schedule, compare
 from tests.support.families import tiny_model

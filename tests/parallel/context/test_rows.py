@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from lightning_automodel.distributed.rows import Rows, chunk_bounds, gather_parts, gather_whole, sum_parts
+from lightning_automodel.distributed.sequence_rows import Rows, chunk_bounds, gather_parts, gather_whole, sum_parts
 from lightning_automodel.testing.pool import Pool
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel._compat.dtensor import is_offloaded
 from lightning_automodel.config import resolve_offload_policy
-from lightning_automodel.loading.placement import BACKEND, move, offload_policy_for
+from lightning_automodel.loading.host_offload import BACKEND, move, offload_policy_for
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool

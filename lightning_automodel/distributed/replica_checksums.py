@@ -20,14 +20,14 @@ class Replicas:
     Attributes:
         axis: what the ranks are called, as in "tp".
         group: of these ranks.
-        tensors: equal on all of them, or pieces of what is.
-        pieces_over: ranks whose pieces make the whole tensors; ``None``: they are compared piece by piece.
+        tensors: equal on all of them, or shards of what is.
+        shards_over: ranks whose shards make the whole tensors; ``None``: each tensor is compared by itself.
     """
 
     axis: str
     group: ProcessGroup
     tensors: Mapping[str, Tensor]
-    pieces_over: ProcessGroup | None = None
+    shards_over: ProcessGroup | None = None
 
 
 class Comparison:
@@ -36,8 +36,8 @@ class Comparison:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         sums = torch.stack([_checksum(tensor) for tensor in replicas.tensors.values()])
-        if replicas.pieces_over is not None:
-            dist.all_reduce(sums, group=replicas.pieces_over)
+        if replicas.shards_over is not None:
+            dist.all_reduce(sums, group=replicas.shards_over)
         ranks = [torch.empty_like(sums) for _ in range(replicas.group.size())]
         dist.all_gather(ranks, sums, group=replicas.group)
         self._event = torch.cuda.Event() if sums.is_cuda else None
@@ -68,9 +68,9 @@ class Comparison:
         warn_once(f"of the size of rounding: {text}")
 
     def _error(self, tensor: Tensor) -> float:
-        """Returns the largest relative difference from the first rank's, now; of pieces it is not known."""
+        """Returns the largest relative difference from the first rank's, now; infinite where ranks hold shards."""
         group = self._replicas.group
-        if self._replicas.pieces_over is not None:
+        if self._replicas.shards_over is not None:
             return float("inf")
         own = tensor.detach().double()
         first = own.clone()
@@ -81,9 +81,7 @@ class Comparison:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum of the bits of all elements: int64, the same for the same elements cut into pieces
-    differently.
-    """
+    """Returns the sum of the bits of all elements: int64, the same however the elements are cut into shards."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_automodel.distributed.rows import Rows
+from lightning_automodel.distributed.sequence_rows import Rows
 
 
 def rows_to_heads(x: Tensor, rows: Rows) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel.distributed.rows import Bounds, Rows
+from lightning_automodel.distributed.sequence_rows import Bounds, Rows
 from lightning_automodel.modules.forward import Context
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class AttentionCall:
     """One call of an attention function.
 
     Attributes:
