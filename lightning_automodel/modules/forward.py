@@ -61,3 +61,34 @@ def recomputation_context(block: nn.Module) -> Context:
             yield
 
     return restored
+
+
+def attributes_again(holder: object, *names: str) -> Snapshot:
+    """Makes the snapshot of attributes of ``holder``, which later forward passes overwrite."""
+    return _Attributes(holder, names)
+
+
+class _Attributes:
+    """Keeps what attributes were in a forward pass, and puts that back while a recomputation runs."""
+
+    def __init__(self, holder: object, names: tuple[str, ...]) -> None:
+        self.holder, self.names = holder, names
+
+    def __call__(self, block: nn.Module) -> Context:
+        return functools.partial(self._restored, self._read())
+
+    def _read(self) -> dict[str, Any]:
+        return {name: getattr(self.holder, name) for name in self.names}
+
+    def _write(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.holder, name, value)
+
+    @contextmanager
+    def _restored(self, then: dict[str, Any]) -> Generator[None, None, None]:
+        now = self._read()
+        self._write(then)
+        try:
+            yield
+        finally:
+            self._write(now)

@@ -27,8 +27,9 @@ from lightning_automodel.modules.structure import class_names, outermost, text_c
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
-from lightning_automodel.parallel.tensor.sequence_parallel import Stream, install_sequence_parallel
+from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
+from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.styles import Enter, Leave
 

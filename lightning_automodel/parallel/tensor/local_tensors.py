@@ -19,7 +19,7 @@ from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.parallel.activation_checkpoint import has_switch
-from lightning_automodel.parallel.tensor.sequence_parallel import Stream
+from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.plans.layout import Rows
 

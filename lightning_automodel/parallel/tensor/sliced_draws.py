@@ -26,7 +26,7 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators
 from lightning_automodel.modules.forward import Context, keep_for_recomputation, wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks
-from lightning_automodel.parallel.tensor.sequence_parallel import LENGTH
+from lightning_automodel.parallel.tensor.stream import LENGTH
 from lightning_automodel.parallel.tensor.twins import WholeDraws, is_draw, shape_of_draw, twin_of, whole_draws
 
 _DRAWS = "_draws_of_block"
