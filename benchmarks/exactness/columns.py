@@ -152,6 +152,15 @@ MAIN: Mapping[str, Column] = {
         run=Run(sizes={"dp_shard": 2}, schedule=dataclasses.replace(LONG, steps=1)),
         needs_plan=False,
     ),
+    "lora": Column(title="LoRA, tp=2", run=Run(sizes={"tp": 2}, schedule=TWO, adapter="all-linear")),
+    "lora_mesh": Column(
+        title="LoRA, dp_shard=2 x tp=2, 3 steps", run=Run(sizes=_MESH, schedule=LONG, adapter="all-linear")
+    ),
+    "lora_fsdp": Column(
+        title="LoRA, dp_shard=2",
+        run=Run(sizes={"dp_shard": 2}, schedule=dataclasses.replace(LONG, steps=1), adapter="all-linear"),
+        needs_plan=False,
+    ),
 }
 EXTRA: Mapping[str, Column] = {
     "context4": Column(

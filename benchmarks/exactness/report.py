@@ -29,7 +29,8 @@ which shows errors of scale that Adam hides).
 The models have two layers, width 96, four heads with two key/value heads, and a vocabulary of 128. Where a model reads
 images, every other micro-batch holds some, and not the same ones on all data ranks. With sequence parallelism and with
 the chunked loss there are two micro-batches with padding, and an odd number of tokens, which tp does not divide; with
-cp as well, and positions of packed documents begin anew.
+cp as well, and positions of packed documents begin anew. With LoRA, adapters of rank 3 on all linear layers
+(`target_modules="all-linear"`) are added by peft to the sharded model; the base is frozen, every factor compared.
 
 Written by `python -m benchmarks.exactness`, which compares what has no result yet; `--family llama`,
 `--columns tp mesh`, `--no-resume` and `--oracle` choose.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import PreTrainedModel
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.parallelizer import parallelize
@@ -29,9 +30,16 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def adapted(family: str, method: str, **changes: Any) -> PeftModel:
     """A family's tiny model with the adapters of a method."""
+    return with_adapter(tiny_model(family, **changes), method)
+
+
+def with_adapter(base: PreTrainedModel, method: str) -> PeftModel:
+    """``base`` with the adapters of a method, equal on all ranks."""
     kind = IA3Config if method == "ia3" else LoraConfig
     rank = {} if method == "ia3" else {"r": 3}
-    model = get_peft_model(tiny_model(family, **changes), kind(**METHODS[method], **rank))  # type: ignore[arg-type]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(base, kind(**METHODS[method], **rank))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

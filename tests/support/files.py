@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading import sharded_loading
+from lightning_automodel.loading.placed_parameters import place, values_aside
+from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.parallelizer import parallelize
 from tests.support.families import image_text_families
 
@@ -50,3 +52,16 @@ class Files:
         """The same on a mesh; ``model`` (from :meth:`plain`) is not looked at."""
         with sharded_loading(lambda built: parallelize(built, mesh, config), CPU):
             return self.plain()
+
+    def adapted(self, model: nn.Module, mesh: DeviceMesh, adapt: Callable[[Any], Any], config: FSDP2Config) -> Any:
+        """The same with what ``adapt`` adds, as a strategy makes it: placed, read, adapted, then made parallel."""
+
+        def make_parallel(built: nn.Module) -> None:
+            parallelize(built, mesh, config)
+
+        with sharded_loading(lambda built: place(built, make_parallel), CPU), whole_values():
+            base = self.plain()
+            adapted = adapt(base)
+        with values_aside(base):
+            make_parallel(base)
+        return adapted

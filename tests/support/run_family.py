@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans import select_plan
+from tests.support.adapted import with_adapter
 from tests.support.comparison import Batch, Differences, Schedule, batches, compare, loss_of
 from tests.support.families import tiny_model
 from tests.support.files import Files
@@ -37,6 +38,7 @@ class Run:
         config: switches of the mesh's run.
         ragged: an odd number of tokens, and padding.
         packed: three documents in each row, told apart by their positions, where the model takes positions.
+        adapter: a method of ``tests/support/adapted.py``; empty: every parameter trains.
     """
 
     sizes: Mapping[str, int]
@@ -45,6 +47,7 @@ class Run:
     config: FSDP2Config = field(default_factory=FSDP2Config)
     ragged: bool = False
     packed: bool = False
+    adapter: str = ""
 
     @property
     def world(self) -> int:
@@ -139,6 +142,9 @@ def differences(
     if directory is not None:
         files = Files(family, directory / _key(run), build, "eager" if double else None)
         build, make_parallel = files.plain, partial(files.on_mesh, config=run.config)
+        if run.adapter:
+            adapt = partial(with_adapter, method=run.adapter)
+            build, make_parallel = lambda: adapt(files.plain()), partial(files.adapted, adapt=adapt, config=run.config)
     draw: Callable[[Schedule, int, int], list[Batch]] = partial(_draw, inputs or Inputs(), double)
     if run.ragged:
         draw = partial(_draw_ragged, draw, "attention_mask" in inspect.signature(build().forward).parameters)
