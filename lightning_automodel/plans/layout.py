@@ -109,7 +109,8 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
     share_heads(model, layout, tp)
     if sequence_parallel:
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
-        _cut_sequence(layout, derive_sequence_layout(model, blocks, layout.boundaries, planned))
+        found = derive_sequence_layout(model, blocks, layout.boundaries, planned, structure.styles_below)
+        _cut_sequence(layout, found)
     return structure, layout
 
 
@@ -124,12 +125,19 @@ def _shares(name: str, module: nn.Module, style: Style, tp: int) -> dict[str, in
 
 
 def _cut_sequence(layout: Layout, sequence: SequenceLayout) -> None:
-    """Changes the collectives of closed children, and marks what sees a slice of the tokens."""
+    """Joins the collectives around a child with those that make the sequence whole for it, and marks what sees a
+    slice of the tokens.
+    """
     layout.sequence = sequence
     for children in sequence.children.values():
-        for child, closed in children.items():
-            if closed:
-                del layout.modules[child]
+        for name, child in children.items():
+            collectives = layout.modules.get(name)
+            if collectives == ModuleLayout(enter=Enter.COPY):
+                children[name] = replace(child, sums_gradients=True)
+            elif collectives == ModuleLayout(leave=Leave.REDUCE):
+                children[name] = replace(child, sums_output=True)
+            if children[name].sums_gradients or children[name].sums_output:
+                del layout.modules[name]
     for name in sequence.sliced:
         parameter = layout.parameters[name]
         if parameter.placement.is_replicate():
@@ -239,7 +247,7 @@ class Structure:
 
     def _is_whole(self, parent: nn.Module, name: str) -> bool:
         prefix = name.rpartition(".")[0]
-        if isinstance(parent, CONTAINERS) or any(style.opens for style in self._styles_below(prefix)):
+        if isinstance(parent, CONTAINERS) or any(style.opens for style in self.styles_below(prefix)):
             return False
         return any(p.ndim == 2 and f"{prefix}.{n}" not in self.parameter_styles for n, p in parent.named_parameters())
 
@@ -250,7 +258,7 @@ class Structure:
 
     def _boundaries_below(self, name: str) -> Iterator[str]:
         module = self.modules[name]
-        styles = self._styles_below(name)
+        styles = self.styles_below(name)
         if not styles:
             return
         works = any(style.opens for style in styles) and any(style.closes for style in styles)
@@ -261,7 +269,8 @@ class Structure:
         for child, _ in module.named_children():
             yield from self._boundaries_below(f"{name}.{child}")
 
-    def _styles_below(self, name: str) -> list[Style]:
+    def styles_below(self, name: str) -> list[Style]:
+        """Lists the styles of a module, of the modules inside of it and of their parameters."""
         prefix = f"{name}."
         styles = [s for n, s in self.module_styles.items() if n == name or n.startswith(prefix)]
         return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]

@@ -1,15 +1,32 @@
 """Which children of a block see the whole sequence, and which parameters then have partial gradients."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from lightning_automodel.modules.structure import CONTAINERS, class_names, text_config
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
+from lightning_automodel.plans.styles import Leave, Style
 
 STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
 """Arguments of a block that hold one row per token: the stream first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildCollectives:
+    """What surrounds a child of a block that sees the whole sequence.
+
+    Attributes:
+        sums_gradients: the gradients of what it takes are partial sums over tp.
+        sums_output: what it gives is a partial sum over tp.
+        gives_features: it gives this rank's features of all tokens, which a sibling sums: they are not cut.
+    """
+
+    sums_gradients: bool = False
+    sums_output: bool = False
+    gives_features: bool = False
 
 
 @dataclass
@@ -18,19 +35,23 @@ class SequenceLayout:
 
     Attributes:
         block_lists: names of the blocks of each list that runs on a cut stream, in order.
-        children: by block, the children that see the whole sequence; ``True`` for a boundary of tensor parallelism.
+        children: by block, the children that see the whole sequence.
         sliced: names of the parameters that see a slice of the sequence only.
         beside: streams that the blocks hold beside each other for each token: [batch, seq, beside, features].
     """
 
     block_lists: list[list[str]] = field(default_factory=list)
-    children: dict[str, dict[str, bool]] = field(default_factory=dict)
+    children: dict[str, dict[str, ChildCollectives]] = field(default_factory=dict)
     sliced: set[str] = field(default_factory=set)
     beside: int | None = None
 
 
 def derive_sequence_layout(
-    model: nn.Module, blocks: dict[str, nn.Module], boundaries: list[str], planned: set[str]
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    boundaries: Sequence[str],
+    planned: set[str],
+    styles_below: Callable[[str], list[Style]],
 ) -> SequenceLayout:
     """Finds the children by structure: those that hold a planned module or a matrix see the whole sequence.
 
@@ -39,6 +60,7 @@ def derive_sequence_layout(
         blocks: its blocks by name.
         boundaries: names of the boundary children.
         planned: names of modules and parameters that the plan names.
+        styles_below: the styles of a module and of all inside of it, by its name.
     """
     layout = SequenceLayout(beside=getattr(text_config(model), "hc_mult", None))  # hyper-connections
     lists: dict[str, list[str]] = {}
@@ -49,7 +71,10 @@ def derive_sequence_layout(
         holder = model.get_submodule(list_name.rpartition(".")[0])
         layout.block_lists += [[name] for name in names] if computes_between_blocks(holder) else [names]
         for name in names:
-            children = _whole_children(blocks[name], name, boundaries, planned)
+            children = {
+                child: _collectives(child, boundaries, styles_below(child))
+                for child in _whole_children(blocks[name], name, planned)
+            }
             layout.children[name] = children
             for parameter, _ in blocks[name].named_parameters(name):
                 if not any(parameter.startswith(f"{child}.") for child in children):
@@ -66,15 +91,23 @@ def computes_between_blocks(holder: nn.Module) -> bool:
     return takes_features or any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
 
 
-def _whole_children(module: nn.Module, name: str, boundaries: list[str], planned: set[str]) -> dict[str, bool]:
-    found: dict[str, bool] = {}
+def _whole_children(module: nn.Module, name: str, planned: set[str]) -> list[str]:
+    found: list[str] = []
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}"
         if isinstance(child, CONTAINERS):
-            found.update(_whole_children(child, full, boundaries, planned))
+            found += _whole_children(child, full, planned)
         elif _mixes_tokens(child, full, planned):
-            found[full] = full in boundaries
+            found.append(full)
     return found
+
+
+def _collectives(name: str, boundaries: Sequence[str], styles: list[Style]) -> ChildCollectives:
+    """Describes a child by its ``styles``: a column style without a row style behind it leaves features split."""
+    if name in boundaries:
+        return ChildCollectives(sums_gradients=True, sums_output=True)
+    opens = any(style.opens and style.leave is Leave.NONE for style in styles)
+    return ChildCollectives(gives_features=opens and not any(style.closes for style in styles))
 
 
 def _mixes_tokens(module: nn.Module, name: str, planned: set[str]) -> bool:

@@ -23,7 +23,7 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
-from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, SequenceLayout
+from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, ChildCollectives, SequenceLayout
 
 
 def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: SequenceLayout) -> dict[str, Stream]:
@@ -39,8 +39,8 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
             streams[name] = stream
             is_first, is_last = name == blocks[0], name == blocks[-1]
             BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
-            for child, closed in layout.children[name].items():
-                ChildOnStream(stream, child, closed).install(model.get_submodule(child))
+            for child, collectives in layout.children[name].items():
+                ChildOnStream(stream, child, collectives).install(model.get_submodule(child))
     return streams
 
 
@@ -136,19 +136,21 @@ class ChildOnStream:
     Args:
         stream: that the block runs on.
         name: of the child.
-        closed: it is a boundary of tensor parallelism: gradients of what enters, and what leaves, are partial sums.
+        collectives: which of them the child takes.
     """
 
-    def __init__(self, stream: Stream, name: str, closed: bool) -> None:
-        self.stream, self.name, self.closed = stream, name, closed
+    def __init__(self, stream: Stream, name: str, collectives: ChildCollectives) -> None:
+        self.stream, self.name, self.collectives = stream, name, collectives
 
     def install(self, child: nn.Module) -> None:
         """Run these hooks in every forward pass of ``child``."""
-        child.register_forward_pre_hook(self.enter, with_kwargs=True)
-        child.register_forward_hook(self.leave, with_kwargs=True)
+        # Before the hooks of its style: what a style cuts or sums are values of the whole sequence.
+        child.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        if not self.collectives.gives_features:
+            child.register_forward_hook(self.leave, with_kwargs=True)
 
     def enter(self, child: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Gather every slice among the arguments; a boundary sums the gradients of the others as well."""
+        """Gather every slice among the arguments, and copy in the others where gradients are partial sums."""
         flat = self.stream.runs_flat(args, kwargs, whole=False)
         first = tuple(self._enter(x, flat) for x in args)
         return first, {name: self._enter(x, flat) for name, x in kwargs.items()}
@@ -160,11 +162,12 @@ class ChildOnStream:
             return self._gather(value)
         if isinstance(value, tuple | list):
             return type(value)(self._enter(x, flat) for x in value)
-        return copy_in(value, self.stream.group) if self.closed and is_float(value) else value
+        return copy_in(value, self.stream.group) if self.collectives.sums_gradients and is_float(value) else value
 
     def _gather(self, value: Tensor) -> Tensor:
         assert self.stream.length is not None
-        return (gather_in if self.closed else gather)(value, 1, self.stream.length, self.stream.group)
+        join = gather_in if self.collectives.sums_gradients else gather
+        return join(value, 1, self.stream.length, self.stream.group)
 
     def leave(self, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Cut the output; of several, the first is the stream, and the others are cut where they are like it."""
@@ -178,21 +181,22 @@ class ChildOnStream:
             return self._cut(value)
         if is_float(value) and value.ndim == 2 and self.stream.is_flat(value):
             return self._cut_flat(value)
-        if self.closed and self.stream.length is None:
+        if self.collectives.sums_output and self.stream.length is None:
             return reduce_out(value, self.stream.group)
-        if self.closed:
+        if self.collectives.sums_output:
             raise ValueError(_cannot_cut(self.name, value, self.stream))
         return value
 
     def _leave_beside(self, value: Any, flat: bool) -> Any:
-        if self.closed:
+        if self.collectives.sums_output:
             return value
         if self.stream.is_whole(value):
             return self._cut(value)
         return self._cut_flat(value) if flat and self.stream.is_flat(value) else value
 
     def _cut(self, value: Tensor) -> Tensor:
-        return scatter_out(value, 1, self.stream.group) if self.closed else split(value, 1, self.stream.group)
+        cut = scatter_out if self.collectives.sums_output else split
+        return cut(value, 1, self.stream.group)
 
     def _cut_flat(self, value: Tensor) -> Tensor:
         return self._cut(self.stream.unflatten(value, whole=True)).flatten(0, 1)
