@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.distributed import heads, rows
+from lightning_automodel.distributed import head_exchange, sequence_rows
 from lightning_automodel.loss import vocab_parallel
 from lightning_automodel.loss.install import install_loss
 from lightning_automodel.loss.row_logits import RowLogits
@@ -186,7 +186,7 @@ def _counting() -> Iterator[list[int]]:
         "all_to_all_single": lambda args, ranks: size(args[0]) * (ranks - 1) // ranks,
     }
     patched = {name: counted(name, count) for name, count in counts.items()}
-    with mock.patch.multiple(rows.dist, **patched), mock.patch.multiple(heads.dist, **patched):
+    with mock.patch.multiple(sequence_rows.dist, **patched), mock.patch.multiple(head_exchange.dist, **patched):
         yield moved
 
 
