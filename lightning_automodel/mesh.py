@@ -47,12 +47,12 @@ class MeshSizes:
 
     @property
     def world(self) -> int:
-        """Number of processes."""
+        """Count the processes."""
         return math.prod(self.shape)
 
     @property
     def data(self) -> int:
-        """Number of ranks that see different samples."""
+        """Count the ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -109,7 +109,7 @@ def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
 
 
 def share_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-    """:func:`build_mesh`, once for all trainers of these sizes that follow one another in these processes."""
+    """Build the mesh once for all trainers of these sizes that follow one another in these processes."""
     return keep(("mesh", sizes, device_type, timeout), lambda: build_mesh(sizes, device_type, timeout))
 
 

@@ -140,7 +140,7 @@ def unwrap_compiled(module: OptimizedModule) -> nn.Module:
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """Return the tensor whose memory ``view`` shows; only a private attribute says so."""
+    """Return the tensor that ``view`` is a view of; only a private attribute says so."""
     return view._base
 
 
@@ -175,7 +175,7 @@ def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Modul
 
 
 def allow_records_in_checkpoints() -> None:
-    """Lets a compiled graph hold a checkpointed block that leaves something behind, such as recorded router logits.
+    """Let a compiled graph hold a checkpointed block that records values, such as router logits.
 
     torch refuses that unless told that a recomputation may leave it out; only a setting of the process says so.
     """
@@ -256,7 +256,7 @@ def holds_partial_sums(unit: FSDPModule) -> bool:
 
 
 def reduce_unused_parameters(unit: nn.Module) -> None:
-    """Parameters of an FSDP2 unit that got no gradient are reduced as zeros. New in torch 2.13; older ones cannot."""
+    """Let an FSDP2 unit reduce zeros for parameters without a gradient. New in torch 2.13; older ones cannot."""
     setter = getattr(unit, "set_reduce_scatter_unused_params", None)
     if setter is not None:
         setter(True, recurse=False)
@@ -295,7 +295,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Ends the program if ``condition`` is false, without waiting for the device: torch checks class indices like that.
+    """Stop the program if ``condition`` is false, without waiting for the device, as torch checks class indices.
 
     Private, because it ruins the CUDA context; there is no public check without a synchronization.
     """

@@ -13,7 +13,7 @@ _INSTALLED = "_asks_modules"
 
 
 def route_attention(module: nn.Module, around: Callable[..., Any]) -> None:
-    """From now on ``module`` calls ``around(function, module, query, key, ...)`` in the place of attention functions.
+    """Make ``module`` call ``around(function, module, query, key, ...)`` in the place of attention functions.
 
     transformers hands them out by name and knows nothing of modules there, and its eager ones are functions of each
     model's file that are in no registry: what it hands out asks the module that calls it. Others are not concerned.
@@ -55,7 +55,7 @@ def has_flash(query: Tensor) -> bool:
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """[batch, heads, queries, dim] and the log-sum-exp of the scores, [batch, heads, queries]."""
+    """Compute attention [batch, heads, queries, dim] and the log-sum-exp of its scores, [batch, heads, queries]."""
     return _FLASH(query, key, value, 0.0, causal, scale=scale)
 
 
@@ -69,5 +69,5 @@ def flash_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; ``output`` and ``log_sum_exp`` may be those of more keys."""
+    """Compute the gradients of query, key and value; ``output`` and ``log_sum_exp`` may be those of more keys."""
     return _FLASH_BACKWARD(grad, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale)

@@ -14,5 +14,5 @@ def conversion_inputs(conversion: Any) -> dict[str, list[Tensor]]:
 
 
 def forget_conversion_error(info: Any, name: str) -> None:
-    """transformers notes what a conversion raised, and reports it when all is read."""
+    """Drop the error of a conversion, which transformers keeps and reports when all is read."""
     info.conversion_errors.pop(name, None)

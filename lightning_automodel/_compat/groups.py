@@ -42,12 +42,12 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def existing_groups() -> set[ProcessGroup]:
-    """All groups that this process is in, that of all processes among them. torch lists them in private only."""
+    """List the groups of this process, that of all processes among them. torch lists them in private only."""
     return set(_world.pg_map)
 
 
 def forget_groups_of(mesh: DeviceMesh) -> None:
-    """Let go of groups that were destroyed: ``mesh``, which caches of DTensor hold, would keep their threads alive."""
+    """Let go of groups that were destroyed: caches of DTensor hold ``mesh``, which would keep their threads alive."""
     mesh._pg_registry.clear()
 
 
@@ -62,5 +62,5 @@ def shared_store(prefix: str) -> Store:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Of collectives over ``group``, as it was made."""
+    """Return the timeout of collectives over ``group``, as it was made."""
     return group._get_backend(group._device_types[0]).options._timeout

@@ -39,7 +39,7 @@ class SignalHandling:
         self._requeue(SIGUSR1, None)  # type: ignore[arg-type]
 
     def tell(self) -> None:
-        """Sets ``trainer.received_sigterm``."""
+        """Set ``trainer.received_sigterm``."""
         self._connector.received_sigterm = True
 
     def restore(self) -> None:

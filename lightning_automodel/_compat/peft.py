@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 @contextmanager
 def whole_layers() -> Generator[None, None, None]:
-    """Within this context peft makes adapters for whole layers, wherever their weights are DTensors.
+    """Make peft build adapters for whole layers within this context, wherever their weights are DTensors.
 
     It would take the shape of a rank's part, which is right for modules that compute with it as they are. Ours are made
     parallel when all adapters are there.

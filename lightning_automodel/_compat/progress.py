@@ -27,7 +27,7 @@ class EpochPosition:
 
 
 def position_in_epoch(trainer: Trainer) -> EpochPosition:
-    """Where the loops of ``trainer`` stand, or go on if they have been restored."""
+    """Find where the loops of ``trainer`` stand, or go on if they have been restored."""
     loop = trainer.fit_loop
     epoch: Any = loop.epoch_progress.current
     batch: Any = loop.epoch_loop.batch_progress.current

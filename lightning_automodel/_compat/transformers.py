@@ -1,4 +1,4 @@
-"""Private names of transformers, each with its reason: what it records during a forward pass, its look for packing."""
+"""Private names of transformers, each with its reason: records of forward passes, and the test for packed rows."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -77,7 +77,7 @@ def write_adapters(model: PreTrainedModel, description: Description, fetch: Fetc
 
 
 def _of_adapter(model: PreTrainedModel, adapter: str) -> Iterator[str]:
-    """Yield what a rank may have trained: all but the parameters of the base, of which biases may be trained too."""
+    """Yield the names of an adapter's parameters, and of biases of the base that it may have trained."""
     from peft import get_peft_model_state_dict
 
     names = {name: torch.empty(0) for name in model.state_dict()}
@@ -115,7 +115,7 @@ def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
 
 
 def _untie(model: PreTrainedModel, adapted: Iterable[str]) -> None:
-    """What was one tensor is two where one of its places has an adapter."""
+    """Untie weights of ``model`` of which one place has an adapter: they are two tensors from then on."""
     tied = [name for pair in model.all_tied_weights_keys.items() for name in pair]
     if not any(prefix in adapted for name in tied for prefix in _prefixes(name)):
         return

@@ -1,4 +1,4 @@
-"""Ways out of a checkpoint, on one process and without a GPU: Hugging Face's format, and one plain Lightning file."""
+"""Converts a checkpoint, on one process without a GPU: to Hugging Face's format, or to one plain Lightning file."""
 
 import tempfile
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ def _prefix(model: PreTrainedModel, description: Description, state: Mapping[str
 def _export_adapters(
     description: Description, state: Mapping[str, Any], directory: Path, merge: bool, dtype: Any, max_shard_size: str
 ) -> None:
-    """Returns the base lies in the checkpoint, or where it was read from."""
+    """Write adapters as peft's directory, or ``merge`` them into the base, read from its source if not stored."""
     model = with_adapters(description)
     prefix = f"{description.name}." if description.name else ""
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the Hugging Face models in it, so that they can be built again without their module."""
+"""Describes the Hugging Face models in a checkpoint, so that they can be built again without their module."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ DESCRIPTIONS = "hugging_face_models"
 
 @dataclass(frozen=True)
 class Description:
-    """Of one model.
+    """Describe one model of transformers, so that it can be built again.
 
     Attributes:
         name: of the model in the LightningModule, which its parameters' names begin with.

@@ -41,7 +41,7 @@ Checkpoint = dict[str, Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """What this rank writes of a checkpoint.
+    """What this rank writes of one checkpoint, shards and the rest apart.
 
     Attributes:
         tensors: tree of ``Held``.

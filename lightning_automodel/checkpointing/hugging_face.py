@@ -92,7 +92,7 @@ def write_pretrained(
 
 
 def group_names(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Names that are converted together: those of a block, else those of a module. Tied names appear once."""
+    """Group names of tensors that are converted together: those of a block, else of a module. Ties appear once."""
     blocks = list(find_blocks(model))
     groups: dict[str, list[str]] = {}
     for name in model.state_dict():
@@ -129,14 +129,14 @@ class _Shards:
             leftover.unlink()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Writes a file when this tensor would not fit any more."""
+        """Add a tensor, and write a file first if it would not fit into that any more."""
         if self.waiting and _bytes(self.waiting.values()) + _bytes([tensor]) > self.limit:
             self._write()
         self.waiting[name] = tensor.detach().cpu().contiguous()
         self.total += _bytes([tensor])
 
     def finish(self) -> None:
-        """Replaces what an earlier export left."""
+        """Write the last file and the index, and remove the files of an earlier export."""
         if self.waiting:
             self._write()
         kept = [f"{self.stem}.safetensors", f"{self.stem}-?????-of-?????.safetensors", self.index]
@@ -163,7 +163,7 @@ class _Shards:
 
 
 def _with(variant: str, name: str) -> str:
-    """``model.safetensors.index.fp16.json``, as transformers names it."""
+    """Put ``variant`` into a file name as transformers does: ``model.safetensors.index.fp16.json``."""
     stem, _, ending = name.rpartition(".")
     return f"{stem}.{variant}.{ending}"
 

@@ -26,7 +26,7 @@ class SummingWriter(io.RawIOBase):
         self.crc = 0
 
     def writable(self) -> bool:
-        """Returns ``True``."""
+        """Return ``True``, as a file does that is open for writing."""
         return True
 
     def write(self, data: Any) -> int:

@@ -1,4 +1,4 @@
-"""Which weights a checkpoint holds, found without reading them."""
+"""Finds the names of weights that a checkpoint holds, without reading them."""
 
 import pickle
 from collections.abc import Iterable

@@ -126,7 +126,7 @@ def _has_more_than_weights(model: PreTrainedModel) -> bool:
 
 
 def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Whole tensors on rank 0. Collective over those that are sharded."""
+    """Gather whole tensors on rank 0. Collective over those that are sharded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole = {}
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""A folder appears under its name when it is complete, and not before.
+"""Writes a folder that appears under its name when it is complete, and not before.
 
 ::
 
@@ -18,7 +18,7 @@ _LOCK = ".lock"
 
 
 class Staging:
-    """The unfinished form of the folder ``target``. For one process of a run.
+    """Builds the folder ``target`` beside its place, and publishes it when complete. For one process of a run.
 
     Attributes:
         folder: where to write.

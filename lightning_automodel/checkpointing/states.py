@@ -28,7 +28,7 @@ def clean_name(name: str) -> str:
 
 
 def model_state(model: nn.Module) -> State:
-    """Parameters and persistent buffers by name, without copies; names of one parameter share one tensor."""
+    """Collect parameters and persistent buffers by name, without copies; names of one parameter share one tensor."""
     detached: dict[int, Tensor] = {}
     state: State = {}
     for name, value in named_state(model).items():
@@ -191,7 +191,7 @@ def _names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def _by_name(saved: Mapping[str, Any], names: list[str]) -> State:
-    """Optimizers number their parameters; the numbers follow the groups."""
+    """Replace the numbers of parameters in an optimizer's state by their names; the numbers follow the groups."""
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     if not keys or isinstance(keys[0], str):
         state = {clean_name(name): value for name, value in saved["state"].items()}

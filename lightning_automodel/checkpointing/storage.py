@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a local path, or a URL of any file system that fsspec knows, behind one small class."""
+"""Reads and writes where checkpoints lie: a local path, or a URL of any file system that fsspec knows."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ class Location:
 
     @staticmethod
     def of(path: "str | os.PathLike[str] | Location") -> "Location":
-        """Understands paths and URLs.
+        """Parse a path or a URL.
 
         Raises:
             ValueError: for a protocol that fsspec does not know, or whose package is not installed.
@@ -53,17 +53,17 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Return the last part of the path."""
         return PurePosixPath(self.path).name
 
     @property
     def parent(self) -> "Location":
-        """The folder that it lies in."""
+        """Return the folder that it lies in."""
         return Location(self.files, str(PurePosixPath(self.path).parent), self.is_local)
 
     @property
     def _fresh(self) -> AbstractFileSystem:
-        """The file system without what it remembers of folders that other processes write to."""
+        """Return the file system, whose listings of folders that other processes write to are dropped first."""
         self.files.invalidate_cache()
         return self.files
 
@@ -105,7 +105,7 @@ class Location:
 
     @contextmanager
     def named_in_errors(self) -> Generator[None, None, None]:
-        """Names this file in errors of the disk, within this context; the system does not for writes."""
+        """Name this file in errors of the disk within this context; the system does not for writes."""
         try:
             yield
         except OSError as error:

@@ -33,7 +33,7 @@ TOWER_POLICIES = ("root", "per_layer", "replicate")
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Config(StageSwitches):
-    """Switches of :class:`~lightning_automodel.FSDP2TPStrategy` (``docs``: what each is worth).
+    """Switches of :class:`~lightning_automodel.FSDP2TPStrategy`; ``docs/levers.md`` measures what each is worth.
 
     Attributes:
         sequence_parallel: residual stream sharded on the sequence over tp: activations between layers take 1/tp.

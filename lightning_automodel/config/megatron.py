@@ -91,7 +91,7 @@ class MegatronFSDPConfig(StageSwitches):
                 raise ValueError(f"MegatronFSDPConfig({name}={getattr(self, name)!r}): {reason}; leave it at {needed}")
 
     def _refusals(self) -> dict[str, tuple[bool, str]]:
-        """Fields that must have one value, and why."""
+        """List the fields that must have one value, and why."""
         wrong = "megatron-fsdp 0.6 gives wrong gradients or overlaps all the same"
         found: dict[str, tuple[bool, str]] = {
             "overlap_grad_reduce": (True, wrong),

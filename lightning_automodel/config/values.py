@@ -59,7 +59,7 @@ def check_tp_plan(plan: Any) -> None:
 
 
 def check_resharding(reshard: Any) -> None:
-    """Refuses what FSDP2 does not take."""
+    """Check the field ``reshard_after_forward`` of a config: ``None``, a bool or a number of ranks."""
     if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
         raise ValueError(
             f"reshard_after_forward={reshard!r}: use True or False, a number of ranks that keep a copy of the "
@@ -68,7 +68,7 @@ def check_resharding(reshard: Any) -> None:
 
 
 def check_compile(enabled: bool, backend: str, dynamic: bool | None) -> None:
-    """Refuses choices for a compilation that does not happen."""
+    """Refuse compile options without ``enable_compile=True``, where nothing would read them."""
     if not enabled and (backend, dynamic) != ("inductor", None):
         raise ValueError("compile_backend and compile_dynamic do nothing without enable_compile=True")
 
@@ -105,7 +105,7 @@ def check_loss(chunked_loss: int | None, loss_kernel: str) -> None:
 
 
 def check_autocast(dtype: torch.dtype | None) -> None:
-    """Checks what a config says.
+    """Check the field ``autocast_dtype`` of a config.
 
     Raises:
         ValueError: for a dtype to which autocast does not cast.
@@ -117,7 +117,7 @@ def check_autocast(dtype: torch.dtype | None) -> None:
 
 
 def check_recipe(recipe: str | None) -> None:
-    """Checks the field ``float8`` of a config.
+    """Check the field ``float8`` of a config.
 
     Raises:
         ValueError: for a recipe that torchao does not have, or if it is not installed.

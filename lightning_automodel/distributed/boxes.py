@@ -1,4 +1,4 @@
-"""Which boxes of a whole tensor the rank at a place of the mesh holds: geometry, without tensors of a run.
+"""Computes which boxes of a whole tensor the rank at a place of the mesh holds: geometry, without tensors of a run.
 
 FSDP2 cuts what tensor parallelism has left on a rank::
 

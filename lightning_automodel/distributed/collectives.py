@@ -33,7 +33,7 @@ def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def copy_in(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Marks where a whole ``x`` enters work that is split over ``group``: its gradients are summed."""
+    """Mark where a whole ``x`` enters work that is sharded over ``group``: its gradients are summed."""
     return _CopyIn.apply(x, group) if x.requires_grad else x
 
 

@@ -43,7 +43,7 @@ def _to_rows(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], group: ProcessGroup) -> list[Tensor]:
-    """``parts[i]`` goes to rank ``i``; what each rank has sent, of the given ``shapes``. One collective."""
+    """Send ``parts[i]`` to rank ``i``, and return what each rank has sent, of the given ``shapes``. One collective."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     out = flat.new_empty(sum(sizes))

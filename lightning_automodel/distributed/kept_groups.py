@@ -56,7 +56,7 @@ def note_failure(error: BaseException, where: str, *, is_of_backend: bool) -> No
 
 
 def begin_run(device: torch.device) -> None:
-    """Destroy what was kept if some rank ended the last run out of step with the others. Collective."""
+    """Destroy the kept groups if some rank ended the last run out of step with the others. Collective."""
     _notice_world()
     ending, _ending[0] = _ending[0], _IN_STEP
     if dist.get_world_size() == 1:
@@ -82,7 +82,7 @@ def check_groups(mesh: DeviceMesh, name: str) -> None:
 
 
 def _notice_world() -> None:
-    """Groups end with the one of all processes."""
+    """Forget what was kept when the group of all processes has ended: the others ended with it."""
     world = dist.group.WORLD
     assert world is not None, "the processes have not met"
     if not _world or _world[0] is not world:

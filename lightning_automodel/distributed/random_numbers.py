@@ -28,7 +28,7 @@ def derive_seed(*key: Key) -> int:
 
 @dataclass
 class RandomNumbers:
-    """What forward passes draw from: each one from a seed of its own.
+    """The random numbers of forward passes, each from a seed of its own.
 
     Attributes:
         seed: of the run; equal on all ranks.
@@ -47,7 +47,7 @@ class RandomNumbers:
     passes: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
     def begin(self, stage: str, step: int, micro_batch: int) -> None:
-        """Returns the passes from now on belong to this micro-batch."""
+        """Count passes from now on as those of this micro-batch."""
         self.stage, self.step, self.micro_batch = stage, step, micro_batch
         self.passes = {True: 0, False: 0}
 
@@ -60,7 +60,7 @@ class RandomNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeeds:
-    """Of one forward pass.
+    """The seeds of one forward pass.
 
     Attributes:
         own: of draws for this rank's samples.
@@ -84,7 +84,7 @@ def agreed_seed(device_type: str) -> int:
 
 @contextmanager
 def drawing_from(seeds: PassSeeds) -> Generator[None, None, None]:
-    """Within this context all generators start at ``seeds``; afterwards they are as before.
+    """Start all generators at ``seeds`` within this context; afterwards they are as before.
 
     torch's draw for the samples of a rank. With numpy's and Python's own, models decide which layers to skip, and data
     ranks that skip different ones would wait for each other.
@@ -109,7 +109,7 @@ def generator_states() -> list[torch.Tensor]:
 
 
 def seed_generators(seed: int) -> None:
-    """Lets torch's generators on this rank start at ``seed``."""
+    """Start torch's generators on this rank at ``seed``."""
     for generator in _generators():
         generator.manual_seed(seed)
 
@@ -122,7 +122,7 @@ def restore_generators(states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def drawing_aside(*salt: Key) -> Generator[None, None, None]:
-    """Within this context torch draws from a stream of its own, another for each ``salt`` and each time.
+    """Let torch draw from a stream of its own within this context, another for each ``salt`` and each time.
 
     However much is drawn in it, the generators then go on in the same place: ranks that draw unlike stay together.
     """

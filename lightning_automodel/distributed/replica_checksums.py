@@ -31,7 +31,7 @@ class Replicas:
 
 
 class Comparison:
-    """Checksums on their way: begun without a wait for the device, and looked at when they are there. Collective."""
+    """Compares checksums of replicas: begun without a wait for the device, looked at when they arrive. Collective."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -46,7 +46,7 @@ class Comparison:
             self._event.record()
 
     def finish(self) -> None:
-        """Looks at the sums.
+        """Wait for the sums, and raise if they differ.
 
         Raises:
             ValueError: naming a tensor, and the ranks that hold other bits than the first one. On accelerators, where

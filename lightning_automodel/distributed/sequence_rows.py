@@ -1,4 +1,4 @@
-"""A sequence that is cut over the ranks of an axis: which rows each one holds, and the collectives between them.
+"""Divides a sequence over the ranks of an axis: which rows each one holds, and the collectives between them.
 
 ::
 
@@ -51,7 +51,7 @@ def chunk_bounds(length: int, ranks: int, balanced: bool) -> tuple[tuple[Bounds,
 
 @dataclass(frozen=True)
 class Rows:
-    """Who holds which rows of one sequence.
+    """Which rank holds which rows of one sequence.
 
     Attributes:
         length: tokens of the whole sequence.
@@ -70,17 +70,17 @@ class Rows:
 
     @property
     def own_chunks(self) -> tuple[Bounds, ...]:
-        """Start and stop of this rank's chunks."""
+        """Return start and stop of this rank's chunks."""
         return self.chunks[self.group.rank()]
 
     @property
     def counts(self) -> list[int]:
-        """How many rows each rank holds."""
+        """Count the rows of each rank."""
         return [sum(stop - start for start, stop in chunks) for chunks in self.chunks]
 
     @property
     def count(self) -> int:
-        """How many rows this rank holds."""
+        """Count the rows of this rank."""
         return self.counts[self.group.rank()]
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:

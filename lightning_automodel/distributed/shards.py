@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor, as boxes of the whole one; gathers whole tensors on rank 0 by them."""
+"""Finds the boxes of a whole tensor that this rank holds, and gathers whole tensors on rank 0 by them."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def place_among_replicas(tensor: Tensor) -> tuple[int, int]:
-    """Counts the ranks that hold the same as this one, and the place of this rank among them."""
+    """Count the ranks that hold the same as this one, and find the place of this rank among them."""
     if isinstance(tensor, Fragment):
         return tensor.partition.copies, tensor.partition.index
     if not isinstance(tensor, DTensor):
@@ -106,13 +106,13 @@ def _send_to_zero(local: Tensor, source: int, shape: Sequence[int], device_type:
 
 
 def _holders(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> Iterable[tuple[int, ...]]:
-    """Coordinates that hold the whole tensor between them, each part once."""
+    """Find coordinates of ranks that hold the whole tensor between them, each shard once."""
     sizes = (1 if p.is_replicate() else size for size, p in zip(mesh_shape, placements, strict=True))
     return itertools.product(*map(range, sizes))
 
 
 def local_shape(found: Sequence[Box], ndim: int) -> list[int]:
-    """Shape of the local tensor that consists of these boxes; zeros where there are none."""
+    """Compute the shape of the local tensor that consists of these boxes; zeros where there are none."""
     if not found:
         return [0] * ndim
     return [max(box.local_offsets[dim] + box.sizes[dim] for box in found) for dim in range(ndim)]

@@ -17,7 +17,7 @@ PARTITION = "_partition_of_lightning_automodel"
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Who holds what of a tensor.
+    """Which rank holds which boxes of a tensor.
 
     Attributes:
         shape: of the whole tensor.
@@ -115,7 +115,7 @@ def complete_state(optimizer: Optimizer) -> None:
 
 
 def _is_elsewhere(value: Any, before: Any) -> bool:
-    """Scalars travel through host memory; optimizers that run fused on a device want them there."""
+    """Tell whether a state came on another device than before: scalars travel through host memory."""
     return isinstance(value, Tensor) and isinstance(before, Tensor) and before.device != value.device
 
 

@@ -43,7 +43,7 @@ def add_adapter(model: Any, peft: Any) -> Any:
 
 
 def _check_targets(field: str, targets: Any, names: Sequence[str]) -> None:
-    """peft says so only where none of them matches, and of the last two fields not at all."""
+    """Refuse names of layers that match nothing; peft does so only where none matches."""
     if targets is None or isinstance(targets, str):
         return
     unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
@@ -56,7 +56,7 @@ def _check_targets(field: str, targets: Any, names: Sequence[str]) -> None:
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Freeze the parameters that match a pattern by name, or whose module does.
+    """Freeze the parameters whose name, or whose module's name, matches a pattern.
 
     Args:
         model: in place.

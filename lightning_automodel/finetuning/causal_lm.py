@@ -206,7 +206,7 @@ class CausalLM(L.LightningModule):
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different data; ``None`` if there is only this one."""
+        """Return the group of ranks that hold different data; ``None`` if there is only this one."""
         strategy = self.trainer.strategy
         if hasattr(strategy, "data_group"):
             return strategy.data_group

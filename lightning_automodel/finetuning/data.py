@@ -126,24 +126,24 @@ class TextDataModule(L.LightningDataModule):
                 self.datasets[split] = self._rows(split)
 
     def train_dataloader(self) -> DataLoader:
-        """Rows in an order of seed and epoch alone; Lightning's sampler splits them among data ranks."""
+        """Load rows in an order of seed and epoch alone; Lightning's sampler splits them among data ranks."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> Any:
-        """Rows in order; no loader when nothing is held out."""
+        """Load rows in order; no loader when nothing is held out."""
         return self._loader("val") if self._has("val") else []
 
     def test_dataloader(self) -> DataLoader:
-        """Rows in order."""
+        """Load rows in order."""
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """Rows in order, one document or piece each."""
+        """Load rows in order, one document or chunk of one each."""
         return self._loader("predict")
 
     @property
     def loaded_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer itself, read on first use."""
+        """Return the tokenizer, which is read on first use."""
         return self._get_encoder().tokenizer
 
     def _check(self) -> None:

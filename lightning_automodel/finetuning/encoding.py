@@ -40,7 +40,7 @@ class Encoder:
     chat_template: str | None = None
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
-        """Documents in the order of ``records``.
+        """Encode documents in the order of ``records``.
 
         Raises:
             ValueError: if the tokenizer is not a fast one, or a record's chat cannot be rendered.

@@ -49,7 +49,7 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Batches of the running epoch that were handed out; 0 when it is over."""
+        """Count the batches of the running epoch that were handed out; 0 when it is over."""
         return {"batches": (self._skip or self._done) % max(len(self), 1)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -20,7 +20,7 @@ LongDocuments = Literal["split", "truncate"]
 
 
 def cut(store: TokenStore, documents: np.ndarray, length: int, long_documents: LongDocuments) -> np.ndarray:
-    """Pieces of at most ``length`` tokens, as positions in ``store.ids``.
+    """Cut documents into pieces of at most ``length`` tokens, as positions in ``store.ids``.
 
     Long documents are split into pieces that know nothing of each other, or truncated. Pieces without a target (a token
     that is trained on and has a token before it) are left out.
@@ -43,7 +43,7 @@ def cut(store: TokenStore, documents: np.ndarray, length: int, long_documents: L
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of pieces by row: longest first, each into the fullest row that still takes it (best-fit decreasing)."""
+    """Pack pieces into rows: longest first, each into the fullest row that still takes it (best-fit decreasing)."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # free tokens and row, sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -83,7 +83,7 @@ def _publish(unfinished: Path, directory: Path) -> None:
 
 
 def store_key(files: Sequence[Path], encoder: Encoder) -> str:
-    """Names the result of encoding ``files``: follows their size and time, the tokenizer, the encoder's switches."""
+    """Hash ``files`` (sizes and times), tokenizer and encoder to a name for what encoding them gives."""
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     switches = (encoder.mask_prompt, encoder.append_eos, encoder.chat_template)
     description = json.dumps([_FORMAT, stats, switches, _fingerprint(encoder.tokenizer)])

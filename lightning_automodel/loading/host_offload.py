@@ -1,4 +1,4 @@
-"""Parameters that wait on the host: FSDP2 gathers a unit on the device, and the optimizer steps on the host."""
+"""Keeps parameters on the host: FSDP2 gathers a unit on the device, and the optimizer steps on the host."""
 
 from dataclasses import replace
 from typing import Any

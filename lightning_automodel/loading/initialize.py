@@ -41,7 +41,7 @@ def initialize_missing(
 
 
 def _plain(model: nn.Module) -> tuple[dict[nn.Parameter, nn.Parameter], dict[nn.Parameter, StandIn]]:
-    """What stands for each DTensor of ``model``: memory for one without values, a stand-in for one that has them."""
+    """Make plain tensors for the DTensors of ``model``: memory for those without values, else stand-ins."""
     whole: dict[nn.Parameter, nn.Parameter] = {}
     loaded: dict[nn.Parameter, StandIn] = {}
     for parameter in model.parameters():
@@ -56,7 +56,7 @@ def _plain(model: nn.Module) -> tuple[dict[nn.Parameter, nn.Parameter], dict[nn.
 
 
 def _gathered(stand_in: StandIn) -> nn.Parameter | None:
-    """What initialization may have written to."""
+    """Return the whole tensor behind a stand-in that initialization looked at, and may have written to, if any."""
     if stand_in.gathered.tensor is None:
         return None
     value = nn.Parameter(stand_in.gathered.tensor, requires_grad=stand_in.requires_grad)
@@ -65,7 +65,7 @@ def _gathered(stand_in: StandIn) -> nn.Parameter | None:
 
 
 def _put(model: nn.Module, others: Mapping[Any, Any]) -> None:
-    """Replaces parameters of ``model``, tied ones everywhere."""
+    """Replace parameters of ``model``, tied ones everywhere."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter in others:
@@ -78,12 +78,12 @@ def _unset(like: DTensor) -> nn.Parameter:
 
 
 def not_a_number(value: Tensor) -> Tensor:
-    """Shows what initialization leaves."""
+    """Fill memory with NaN, which shows what initialization leaves unset."""
     return value.fill_(torch.nan) if value.is_floating_point() else value
 
 
 def set_what_is_left(model: nn.Module, unset: Set[Tensor]) -> None:
-    """Sets what models set in their constructor only (apertus, its activation's), which a build on meta loses."""
+    """Set parameters that models set in their constructor only (apertus' activation), which a build on meta loses."""
     named = [*model.named_parameters(), *model.named_buffers()]
     left = {name: tensor for name, tensor in named if tensor in unset and tensor.isnan().any()}
     if not left:

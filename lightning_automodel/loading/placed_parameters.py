@@ -23,7 +23,7 @@ from lightning_automodel.modules.adapted_bases import forget_files
 
 
 def place(model: nn.Module, parallelize: Callable[[nn.Module], object]) -> None:
-    """Makes the parameters of ``model`` the DTensors that they will be, and leaves all else as it is.
+    """Make the parameters of ``model`` the DTensors that they will be, and leave all else as it is.
 
     Args:
         model: on the meta device.
@@ -41,7 +41,7 @@ def place(model: nn.Module, parallelize: Callable[[nn.Module], object]) -> None:
 
 @contextmanager
 def values_aside(model: nn.Module) -> Generator[None, None, None]:
-    """Within this context placed parameters are plain and on the meta device; then they have their values again.
+    """Put the values of placed parameters aside within this context, where they are plain and on the meta device.
 
     Args:
         model: is made parallel within this context.
@@ -57,7 +57,7 @@ def values_aside(model: nn.Module) -> Generator[None, None, None]:
 
 
 def _agree_on_changed(model: nn.Module, changed: list[str]) -> None:
-    """Returns a rank whose shard is empty has written nothing."""
+    """Forget the file of each parameter that any rank has changed; one with an empty shard has written nothing."""
     found: list[list[str]] = [changed]
     if dist.is_initialized():
         found = [[] for _ in range(dist.get_world_size())]

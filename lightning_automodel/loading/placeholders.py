@@ -1,4 +1,4 @@
-"""Memory for weights that ``from_pretrained`` need not read on this rank: a checkpoint or another rank brings them."""
+"""Allocates weights that ``from_pretrained`` need not read on this rank: a checkpoint or another rank brings them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_automodel.modules.structure import is_kept_in_float32
 
 
 def reserve(model: PreTrainedModel, device: torch.device, missing: Iterable[str] = ()) -> None:
-    """Gives what a checkpoint of ``model`` holds memory on ``device`` without values, and marks it as initialized.
+    """Allocate what a checkpoint of ``model`` holds on ``device``, without values, and mark it as initialized.
 
     Args:
         model: on the meta device, its parameters sharded or not.
@@ -43,7 +43,7 @@ def copy_among_replicas(model: nn.Module, names: Iterable[str], group: ProcessGr
 
 
 def share(value: Any, group: ProcessGroup) -> Any:
-    """Sends what the group's first rank has to all of it."""
+    """Send a value of the group's first rank to the whole group."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]

@@ -22,7 +22,7 @@ from lightning_automodel.loading.unread_tensors import UnreadTensor, unread
 
 
 class ExactShardOperation:
-    """In the place of transformers' reader of a rank's slices, whose offsets hold for some layouts and conversions.
+    """Stands in the place of transformers' reader of a rank's slices, whose offsets hold for some layouts only.
 
     Args:
         parameter: where the entry goes, if no conversion sends it elsewhere.
@@ -88,7 +88,7 @@ def set_parameter(original: Callable, model: PreTrainedModel, name: str, value: 
 
 
 def local_part(value: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of ``value`` laid out as ``like``, in memory of its own."""
+    """Copy this rank's boxes out of ``value`` laid out as ``like``, into memory of its own."""
     if isinstance(value, DTensor):
         return local_tensor(value)
     of_file = isinstance(value, UnreadTensor)

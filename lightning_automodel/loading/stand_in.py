@@ -1,4 +1,4 @@
-"""Whole tensors in the place of shards that have their values, while the others are initialized."""
+"""Puts whole tensors in the place of shards that have their values, while the others are initialized."""
 
 from typing import Any
 

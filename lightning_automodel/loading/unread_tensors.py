@@ -1,4 +1,4 @@
-"""Tensors that lie in files and are moved about before they are read: only the box that a rank holds is.
+"""Moves elements of tensors that lie in files before they are read, so that a rank reads only its box.
 
 transformers converts weights on the way from files to parameters: it stacks experts, cuts a fused matrix, transposes.
 Each such move of an :class:`UnreadTensor` is noted, and a box of the result is traced back to boxes in the files::
@@ -25,7 +25,7 @@ Read = tuple[Any, Spans, Tensor]
 
 
 class NotAMove(RuntimeError):
-    """An operation on unread tensors that does more than put elements elsewhere. No TypeError, which `==` swallows."""
+    """Raised for an operation that does more than move elements. No TypeError, which ``==`` swallows."""
 
 
 class UnreadTensor(Tensor):
@@ -39,7 +39,7 @@ class UnreadTensor(Tensor):
 
     @staticmethod
     def __new__(cls, moved: "Moved", dtype: torch.dtype, device: torch.device) -> "UnreadTensor":
-        """Makes one that claims to lie on ``device``."""
+        """Make one that claims to lie on ``device``."""
         new = Tensor._make_wrapper_subclass(cls, moved.shape, dtype=dtype, device=device)
         new.moved = moved
         return new
@@ -87,12 +87,12 @@ def _wrap(result: Any, like: UnreadTensor) -> Any:
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor of ``shape`` whose elements are elsewhere."""
+    """A tensor of ``shape`` whose elements lie elsewhere: in files, or in tensors that were moved before."""
 
     shape: tuple[int, ...]
 
     def reads(self, spans: Spans, target: Tensor) -> Iterator[Read]:
-        """What brings the box ``spans`` into ``target``; nothing for an empty one."""
+        """List the reads that bring the box ``spans`` into ``target``; none for an empty one."""
         if all(start < stop for start, stop in spans):
             yield from self._reads(list(spans), target)
 
@@ -130,7 +130,7 @@ class Joined(Moved):
 
 @dataclass(frozen=True)
 class Narrowed(Moved):
-    """What lies from ``start`` on along a dim."""
+    """The elements from ``start`` on along a dim."""
 
     whole: Moved
     dim: int
@@ -144,7 +144,7 @@ class Narrowed(Moved):
 
 @dataclass(frozen=True)
 class Selected(Moved):
-    """One index along a dim, which is gone."""
+    """The elements at one index of a dim, which is gone."""
 
     whole: Moved
     dim: int

@@ -74,7 +74,7 @@ def was_written(parameter: Tensor) -> bool:
 
 @contextmanager
 def whole_values() -> Generator[None, None, None]:
-    """Within this context operations see DTensors whose memory is real as whole tensors. Collective."""
+    """Show operations DTensors with real memory as whole tensors within this context. Collective."""
     _WholeValues.written.clear()
     with _WholeValues(), whole_layers():
         yield

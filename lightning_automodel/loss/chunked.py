@@ -30,7 +30,7 @@ from lightning_automodel.loss.vocab_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkOptions:
-    """What the loss of each chunk is.
+    """How the loss of each chunk of tokens is computed.
 
     Attributes:
         chunk_size: tokens whose logits exist at a time.

@@ -1,4 +1,4 @@
-"""Logits that are not computed: what would give them, and what the model does with them on the way to its loss."""
+"""Defers logits: keeps what would give them, and what the model does with them on the way to its loss."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _ELEMENTWISE = {
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:
-    """How logits come about.
+    """How deferred logits would be computed: a linear head, and the operations behind it.
 
     Attributes:
         hidden: [batch, seq, hidden].
@@ -54,7 +54,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def from_recipe(recipe: LinearRecipe) -> "DeferredLogits":
-        """Logits that ``recipe`` will give."""
+        """Make deferred logits of a ``recipe``."""
         shape = (*recipe.hidden.shape[:-2], 0, recipe.shard.size)
         deferred = recipe.hidden.detach().new_empty(shape).as_subclass(DeferredLogits)
         deferred.recipe = recipe

@@ -231,7 +231,7 @@ def _has_labels(head: nn.Module) -> bool:
 
 
 def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
-    """Logits that were not computed are ``None`` in what the outermost model returns."""
+    """Replace logits that were not computed by ``None`` in what the outermost model returns."""
     calls = _calls(_head_of(model))
     if calls:
         calls.pop()

@@ -1,4 +1,4 @@
-"""Logits of a rank's rows of the sequence, which become whole where somebody looks at them."""
+"""Keeps logits as a rank's rows of the sequence until somebody looks at the whole."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ class RowLogits(Ungathered):
 
     @staticmethod
     def of_rows(own: Tensor, rows: Rows, scale: float) -> "RowLogits":
-        """Logits of which this rank holds ``own`` [batch, rows, vocab], plain or cut on the vocabulary."""
+        """Make logits from this rank's rows ``own`` [batch, rows, vocab], plain or cut on the vocabulary."""
         shape = (own.shape[0], rows.length, own.shape[2])
         empty = torch.empty(1, dtype=own.dtype, device=own.device)
         logits = empty.expand(shape).as_subclass(RowLogits)  # one element: nobody looks at it

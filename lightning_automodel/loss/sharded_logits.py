@@ -70,7 +70,7 @@ _IN_PLACE = {
 
 
 class SlicedLogitsError(RuntimeError):
-    """Something that slices of logits cannot do. No TypeError: Python answers a comparison that raises one by False."""
+    """Raised for what slices of logits cannot do. No TypeError: a comparison that raises one is False in Python."""
 
 
 class SlicedLogits(DTensor):
@@ -118,7 +118,7 @@ def join_slices(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> Sl
 
 
 def _name(func: Callable) -> str:
-    """Of a function, a method or a property; what sets or deletes a property has a suffix."""
+    """Return the name of a function, method or property; what sets or deletes a property has a suffix."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def _changes_in_place(func: Callable, name: str, args: tuple, kwargs: dict[str, 
 
 
 def _argument(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a function that is written in Python gets for its parameter ``name``."""
+    """Find the argument ``name`` in the call of a function that is written in Python."""
     code = getattr(func, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     at = names.index(name) if name in names else len(args)
@@ -164,7 +164,7 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 def _sliced(tensor: Any) -> Any:
-    """Returns the same data and graph: DTensors are made by torch's own functions only."""
+    """Turn a DTensor into sliced logits with the same data and graph: only torch's own functions make DTensors."""
     if type(tensor) is DTensor:
         tensor.__class__ = SlicedLogits
     return tensor

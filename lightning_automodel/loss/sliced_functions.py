@@ -22,9 +22,7 @@ Function = Callable[..., Any]
 
 
 def _bound(function: Function) -> Function:
-    """Returns a function that gets torch's arguments by name; a call that does not fit its signature needs whole
-    logits.
-    """
+    """Make a function take torch's arguments by name; a call that does not fit its signature needs whole logits."""
     signature = inspect.signature(function)
 
     def call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -123,7 +121,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """torch's arguments: ``logits`` is [tokens, vocab], or [batch, vocab, ...] as torch has it for more dimensions."""
+    """Compute torch's cross entropy; ``logits`` is [tokens, vocab], or [batch, vocab, ...]."""
     is_usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
     if not is_usual or logits.dim != (1 if logits.local.ndim > 1 else 0):
         return NotImplemented
@@ -168,7 +166,7 @@ def _reduced(losses: Tensor, counts: Tensor, reduction: str) -> Any:
 
 
 def _pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Each logit alone, perhaps beside numbers that are the same for the whole vocabulary."""
+    """Apply an elementwise function to each rank's slice, perhaps beside numbers that are the same for every logit."""
     leaves = tree_leaves((args, kwargs))
     like = next(x for x in leaves if isinstance(x, Slices))
     if not all(_fits(x, like) for x in leaves if isinstance(x, Slices | Tensor)):
@@ -184,7 +182,7 @@ def _local(value: Any) -> Any:
 
 
 def _views(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Moves and picks along other dimensions: tried on two vocabularies without elements, to see where theirs goes."""
+    """Move and pick along other dimensions; a trial on two vocabularies without elements shows where theirs goes."""
     if not isinstance(args[0], Slices) or any(isinstance(x, Tensor | Slices) for x in tree_leaves((args[1:], kwargs))):
         return NotImplemented
     logits = args[0]
@@ -204,7 +202,7 @@ def _probe(logits: Slices, size: int) -> Tensor:
 
 
 def _reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Other dimensions before a vocabulary that stays the last."""
+    """Reshape the dimensions before a vocabulary that stays the last."""
     logits = args[0] if args else None
     is_whole = any(isinstance(x, torch.dtype | Tensor) for x in tree_leaves((args[1:], kwargs)))
     if not isinstance(logits, Slices) or is_whole or logits.dim != logits.local.ndim - 1:
@@ -217,7 +215,7 @@ def _reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Of other dimensions than the vocabulary, which is the last and stays so."""
+    """Index dimensions other than the vocabulary, which is the last and stays so."""
     logits, key = args
     keys = key if isinstance(key, tuple) else (key,)
     known = (int, slice, type(None), type(Ellipsis), Tensor)
@@ -240,14 +238,14 @@ def _is_all(key: Any) -> bool:
 
 
 def _dims_of(key: Any) -> int:
-    """Counts dimensions a part of a key is about."""
+    """Count the dimensions that one part of an index takes."""
     if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8):
         return key.ndim
     return 0 if key is None else 1
 
 
 def _fits(value: Any, like: Slices) -> bool:
-    """Tells whether it is cut as ``like``, or the same for the whole vocabulary."""
+    """Tell whether ``value`` is cut as ``like``, or the same for the whole vocabulary."""
     if isinstance(value, Slices):
         return value.shape == like.shape and value.dim == like.dim and value.mesh == like.mesh
     missing = like.local.ndim - value.ndim

@@ -29,17 +29,17 @@ class Slices:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Return the shape of the whole logits."""
         return (*self.local.shape[: self.dim], self.size, *self.local.shape[self.dim + 1 :])
 
     @property
     def start(self) -> int:
-        """First id of the slice."""
+        """Compute the first id of the slice."""
         return shard_bounds(self.size, self.mesh.size(), self.mesh.get_local_rank())[0]
 
     @property
     def narrowest(self) -> int:
-        """Width of the narrowest slice."""
+        """Compute the width of the narrowest slice of all ranks."""
         return shard_bounds(self.size, self.mesh.size(), self.mesh.size() - 1)[1]
 
     def is_at(self, dim: Any) -> bool:
@@ -51,11 +51,11 @@ class Slices:
         return self.local.movedim(self.dim, -1)
 
     def with_last(self, local: Tensor) -> "Slices":
-        """Slices in the same places."""
+        """Put slices back into the places of these, from slices with the vocabulary last."""
         return replace(self, local=local.movedim(-1, self.dim))
 
     def collect(self, values: Tensor) -> Tensor:
-        """[..., n] of each rank to [..., n * tp], in the order of the ranks."""
+        """Gather [..., n] of each rank to [..., n * tp], in the order of the ranks."""
         return gather(values, -1, values.shape[-1] * self.mesh.size(), self.mesh.get_group())
 
     def pick(self, ids: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ class VocabShard:
         return self.reduce(values, dist.ReduceOp.MAX)
 
     def find(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Columns of ``targets`` [tokens] in the slice of ``width`` columns, 0 for others, and which ones it holds."""
+        """Find the columns of ``targets`` [tokens] in a slice of ``width`` columns (else 0), and which targets it
+        holds.
+        """
         local = targets - self.start
         held = (local >= 0) & (local < width)
         return torch.where(held, local, 0), held
@@ -126,7 +128,7 @@ class Ungathered(Tensor):
 
 
 def vocabulary_slice(logits: Tensor) -> tuple[Tensor, VocabShard]:
-    """Returns this rank's shard of ``logits`` [..., vocab], and where it lies; differentiable.
+    """Return this rank's shard of ``logits`` [..., vocab], and which shard it is; differentiable.
 
     Raises:
         ValueError: for a DTensor that is a partial sum, or that two axes cut on the vocabulary.
@@ -149,7 +151,7 @@ def vocabulary_slice(logits: Tensor) -> tuple[Tensor, VocabShard]:
 def token_losses(
     logits: Tensor, targets: Tensor, shard: VocabShard, ignore_index: int | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross entropy of each token.
+    """Compute the cross entropy of each token.
 
     Args:
         logits: [tokens, vocab / tp], any floating-point dtype.
@@ -200,7 +202,7 @@ def check_targets(targets: Tensor, size: int, ignore_index: int | None) -> None:
 
 
 def check_smoothing(label_smoothing: float) -> None:
-    """Refuses a share that is none."""
+    """Refuse label smoothing outside of 0 to 1."""
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing} is a share of the target; use a number from 0 to 1")
 

@@ -1,4 +1,4 @@
-"""Which frozen parameters below adapters are as in the files that were read: a checkpoint need not hold them."""
+"""Remembers which frozen parameters below adapters are as in the files that were read: checkpoints leave them out."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""While a module runs, other tensors stand in the place of its parameters, also where it is recomputed.
+"""Swaps the parameters of a module for other tensors while it runs, also where it is recomputed.
 
 ::
 

@@ -27,22 +27,20 @@ def has_copies(module: nn.Module) -> bool:
 
 
 def unwrapped(module: Any) -> Any:
-    """Returns the layer inside of wrappers; what is no wrapper, itself."""
+    """Return the layer inside of wrappers, or ``module`` itself if it is no wrapper."""
     while isinstance(module, nn.Module) and is_wrapper(module):
         module = next(module._modules[step] for step in _STEPS if step in module._modules)
     return module
 
 
 def name_without_wrappers(name: str) -> str:
-    """What a parameter or module of a wrapped layer, or of a copy that trains in its place, is called in the model
-    without wrappers.
-    """
+    """Return the name that a parameter or module of a wrapped layer has in the model without wrappers."""
     return _WRAPPERS.sub("", name)
 
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[bool]:
-    """Within this context wrapped layers stand in the places of their wrappers. Yields whether there are any."""
+    """Put wrapped layers in the places of their wrappers within this context. Yields whether there are any."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -147,7 +147,7 @@ def _checkpoint(
 
 
 def _install_switch(block: nn.Module) -> None:
-    """From now on the flag that transformers' switches set asks for our recomputation."""
+    """Make the flag that transformers' switches set ask for our recomputation from now on."""
     for module in block.modules():
         if isinstance(module, GradientCheckpointingLayer) and not has_switch(module):
             module.__dict__[_SWITCH] = True
@@ -185,7 +185,7 @@ def _checkpointed_if_asked(module: nn.Module) -> Around:
 
 
 def _as_asked(module: nn.Module) -> tuple[Callable, list[Contexts]]:
-    """What transformers would checkpoint with (its offload, a user's options), and the contexts that a user gave it."""
+    """Return the function by which transformers would checkpoint, and the contexts that a user gave it."""
     function = getattr(module, "_gradient_checkpointing_func", checkpoint)
     options = getattr(function, "keywords", {})
     if options.get("use_reentrant") and not torch.compiler.is_compiling():
@@ -228,7 +228,7 @@ def is_checkpointed(block: nn.Module) -> bool:
 
 
 class _Nested(AbstractContextManager):
-    """Several contexts as one that can be entered again: a graph that is kept is recomputed in every backward pass."""
+    """Nests several contexts to one that can be entered again, as each backward pass through a kept graph does."""
 
     def __init__(self, makers: Sequence[Context]) -> None:
         self._makers = makers

@@ -24,7 +24,7 @@ def install_autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> 
 
 
 def widen_stream(model: nn.Module, dtype: torch.dtype) -> None:
-    """Embeddings come out in ``dtype``, and so does every residual sum after them, unless somebody casts.
+    """Make embeddings, and so every residual sum after them, come out in ``dtype``, unless somebody casts.
 
     Raises:
         ValueError: if ``model`` does not say which module its embedding is.

@@ -80,7 +80,7 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
 
 
 def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:
-    """Blocks that are compiled from now on split their gathers and reduce-scatters, and overlap them with matmuls.
+    """Split gathers and reduce-scatters of blocks that are compiled from now on, beside their matmuls.
 
     torch.compile does it (its pass of the name "micro pipeline") wherever a gather feeds matrix products or one matrix
     product feeds a reduce-scatter: all four of a block's forward pass, and the two gathers of its backward pass.

@@ -50,7 +50,7 @@ class FSDP2Sharding:
 
     @property
     def sums_gradients(self) -> bool:
-        """FSDP2 does, unless it holds no parameters."""
+        """Tell whether FSDP2 sums partial gradients: it does unless it holds no parameters."""
         return self.axes.tp.size() == 1 or not needs_no_sharding(self.axes.data, self.config, self.mp_policy)
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
@@ -179,7 +179,7 @@ def mark_as_unit(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_pol
 
 
 def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Leaves out ``output_dtype``, which is of what the model returns: a head in another dtype would meet it.
+    """Leave ``output_dtype`` out of the policy: it is for what the model returns, and would meet the head's input.
 
     Autocast takes care of that. Then it is the dtype of the residual stream too, and blocks do not cast what they take.
     """
@@ -190,7 +190,7 @@ def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrec
 
 
 def find_float32(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that are stored and used in float32 whatever the policy says.
+    """Find parameters that are stored and used in float32 whatever the policy says.
 
     Those that the model wants so, and those that are stored so beside others of lower precision: that is on purpose.
     """
@@ -255,7 +255,7 @@ def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _replicate(towers: dict[str, nn.Module], mp_policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
-    """Casts and sums by hooks what nothing gathers: no unit does it for these parameters."""
+    """Cast and sum by hooks the parameters that no unit holds: nothing gathers them."""
     for name, tower in towers.items():
         check = _FrozenCheck(name)
         check(tower)

@@ -139,7 +139,7 @@ def apply_fsdp2_sharding_recursively(
 
 
 def _members(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Members of the outermost lists, and whether they end theirs."""
+    """Yield the members of the outermost lists, and whether each is the last of its list."""
     children = list(module.children())
     for i, child in enumerate(children):
         if not isinstance(module, _LISTS) or isinstance(child, _LISTS):

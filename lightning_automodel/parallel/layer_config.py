@@ -1,4 +1,4 @@
-"""The config of a layer that stands beside the models of a LightningModule, such as a head of one's own."""
+"""Makes the config of a layer that stands beside the models of a LightningModule, such as a head of one's own."""
 
 from torch import nn
 from transformers import PreTrainedModel

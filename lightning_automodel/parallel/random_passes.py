@@ -18,7 +18,7 @@ _running: list[nn.Module] = []
 
 
 def draw_from(module: nn.Module, numbers: RandomNumbers) -> None:
-    """From now on each forward pass of ``module`` draws from ``numbers``, and leaves the user's generators alone.
+    """Make each forward pass of ``module`` draw from ``numbers`` from now on, beside the user's generators.
 
     A pass inside of another one goes on with the draws of that one.
     """
@@ -29,7 +29,7 @@ def draw_from(module: nn.Module, numbers: RandomNumbers) -> None:
 
 
 def random_numbers_of(module: nn.Module) -> RandomNumbers:
-    """What the passes of ``module`` draw from.
+    """Return the random numbers that the passes of ``module`` draw from.
 
     Raises:
         KeyError: if :func:`draw_from` was not called with it.
@@ -38,7 +38,7 @@ def random_numbers_of(module: nn.Module) -> RandomNumbers:
 
 
 def data_rank_of(mesh: DeviceMesh) -> int:
-    """This rank's place among those that see different samples.
+    """Return this rank's place among those that see different samples.
 
     Args:
         mesh: of one axis, or two, replicas first.
@@ -72,7 +72,7 @@ def _pass(skips_layers: bool) -> Callable[..., Any]:
 
 
 class _Decisions(TorchFunctionMode):
-    """Within this context a single number (``torch.rand([])``) is drawn for all data ranks alike.
+    """Draws a single number (``torch.rand([])``) for all data ranks alike, within this context.
 
     It decides whether a layer is skipped. Ranks that skip different layers would wait for each other's shards.
     """

@@ -17,7 +17,7 @@ Collect = Callable[[nn.Module], Iterator[Replicas]]
 
 
 def replicas_of(model: nn.Module) -> Iterator[Replicas]:
-    """What is to be equal: DTensors over the axes on which they are replicated, plain parameters over all ranks."""
+    """Yield what is to be equal: DTensors over the axes that replicate them, plain parameters over all ranks."""
     found: dict[tuple[DeviceMesh, int] | None, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -48,7 +48,7 @@ def check_replicas(model: nn.Module, collect: Collect = replicas_of) -> None:
 
 
 def check_replicas_every(model: nn.Module, steps: int, collect: Collect = replicas_of) -> None:
-    """From now on every so many steps of optimizers that hold parameters of ``model`` are followed by a comparison.
+    """Compare replicas after every so many steps of optimizers that hold parameters of ``model``, from now on.
 
     The result is looked at with the next step, when it has long been there. ``step()`` raises what
     :func:`check_replicas` raises.

@@ -40,7 +40,7 @@ class Sharding(Protocol):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether it sums the partial gradients that tensor parallelism leaves."""
+        """Tell whether it sums the partial gradients that tensor parallelism leaves."""
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model`` in place; with tp=1 it has no plan and no layout."""

@@ -69,14 +69,14 @@ class Wrapped:
 
     @classmethod
     def of(cls, model: nn.Module, name: str) -> "Wrapped":
-        """What the parameter ``name``, which the model without wrappers has not, belongs to."""
+        """Find the adapted parameter that the adapter's parameter ``name`` belongs to."""
         found = wrapper_of(model, name)
         assert found is not None, name
         prefix, wrapper = found
         return cls(name, wrapper, f"{name_without_wrappers(prefix)}.{getattr(wrapper, 'parameter_name', 'weight')}")
 
     def cut(self, placement: Placement, shape: tuple[int, ...]) -> Placement:
-        """How this parameter of ``shape`` is cut where the adapted one is cut as ``placement`` says.
+        """Derive the placement of this parameter of ``shape`` where the adapted one is cut as ``placement`` says.
 
         Raises:
             ValueError: if that is not known.
@@ -88,7 +88,7 @@ class Wrapped:
         return strided_shard(dim, int(placement.split_factor)) if isinstance(placement, StridedShard) else Shard(dim)
 
     def takes_rows(self, placement: Placement) -> bool:
-        """Tells whether the layer is a table that is cut on its rows: adapters add to what the ranks find together."""
+        """Tell whether the layer is a table that is cut on its rows: ranks look up together before adapters add."""
         return isinstance(unwrapped(self.wrapper), nn.Embedding) and self.cuts_input(placement)
 
     def cuts_input(self, placement: Placement) -> bool:
@@ -102,12 +102,12 @@ class Wrapped:
 
     @property
     def normalizes_rows(self) -> bool:
-        """Whether this is DoRA's magnitude, which stands in the place of the norms of the rows of the whole matrix."""
+        """Tell whether this is DoRA's magnitude, which replaces the norms of the rows of the whole matrix."""
         return self._attribute == "lora_magnitude_vector"
 
     @property
     def role(self) -> Role:
-        """Of this parameter.
+        """Look up the role of this parameter.
 
         Raises:
             ValueError: if it has none that is known.
@@ -125,7 +125,7 @@ class Wrapped:
         return next(part for part in reversed(self.name.split(".")) if part in self.wrapper._modules)
 
     def unknown(self, what: str = "") -> str:
-        """What to say where nothing tells how this parameter is split."""
+        """Say that nothing tells how this parameter is split, and the ways out."""
         kind = type(self.wrapper)
         return (
             f"{what or self._attribute} of {self.name} ({kind.__module__}.{kind.__name__}): tensor parallelism splits "

@@ -1,4 +1,4 @@
-"""Which modules compute with a number of heads: where a rank has its share of the heads, it must count its share only.
+"""Finds modules that compute with a number of heads: a rank with a share of the heads must count its share only.
 
 Most attention modules ask the width of a projection for the number of heads (``view(batch, seq, -1, head_dim)``), and
 work on slices as they are. Others read an attribute. With ``view(batch, -1, num_heads, head_dim)`` slices would even
@@ -48,7 +48,7 @@ def head_counts(
 
 
 def share(attribute: str, count: int, tp: int) -> int:
-    """Heads of one rank; with more ranks than key/value heads, several ranks use one of them."""
+    """Count the heads of one rank; with more ranks than key/value heads, several ranks use one of them."""
     return max(count // tp, 1) if attribute in KEY_VALUE_HEADS else count // tp
 
 

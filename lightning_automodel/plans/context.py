@@ -1,4 +1,4 @@
-"""Which parts of a block let tokens meet, and where: what context parallelism does about each. Pure functions.
+"""Derives which parts of a block let tokens meet, and what context parallelism does about each. Pure functions.
 
 ::
 
@@ -48,7 +48,7 @@ head: it hands on, scales and compares; it looks at no position."""
 
 
 class Treatment(Enum):
-    """What context parallelism does about a module."""
+    """What context parallelism does with the input of a module."""
 
     TOKENWISE = "tokenwise"
     ATTENTION = "attention"
@@ -88,18 +88,18 @@ class ContextLayout:
     models: dict[str, bool] = field(default_factory=dict)
 
     def attention_of(self, block: str) -> list[str]:
-        """Names of the attention modules of a block that work on rows."""
+        """List the names of the attention modules of a block that work on rows."""
         names = (name for name, treatment in self.children.items() if treatment is Treatment.ATTENTION)
         return [name for name in names if name.startswith(f"{block}.")]
 
     @property
     def holders(self) -> list[str]:
-        """Names of the models whose forward pass runs blocks."""
+        """List the names of the models whose forward pass runs blocks."""
         return list(dict.fromkeys(entry.holder for entry in self.lists))
 
     @property
     def gathered(self) -> list[str]:
-        """Names of all that sees the whole sequence."""
+        """List the names of all modules that see the whole sequence."""
         gathered = (name for name, treatment in self.children.items() if treatment is Treatment.GATHERED)
         return [*self.gathered_blocks, *gathered]
 
@@ -144,9 +144,7 @@ def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: d
 
 
 def _treatments_of_children(block: nn.Module, name: str) -> dict[str, Treatment]:
-    """Returns a mask enters a block either whole or as rows: attention is gathered beside a gathered child that takes
-    masks.
-    """
+    """Choose the treatment of children; attention is gathered beside a gathered child that takes masks."""
     children = dict(_children(block, name))
     found = {child_name: treatment_of(child) for child_name, child in children.items()}
     treatments = {child_name: found[child_name] for child_name in found if found[child_name] is not Treatment.TOKENWISE}
@@ -157,7 +155,7 @@ def _treatments_of_children(block: nn.Module, name: str) -> dict[str, Treatment]
 
 
 def _add_models(layout: ContextLayout, model: nn.Module, holder: str) -> None:
-    """Each model around a holder, and whether it does nothing with the hidden states but hand them on to the head."""
+    """Add the models around a holder, and whether each only hands the hidden states on to the head."""
     parts = holder.split(".") if holder else []
     around = [".".join(parts[:i]) for i in range(len(parts))]
     models = [n for n in around if isinstance(model.get_submodule(n), PreTrainedModel)]
@@ -183,7 +181,7 @@ def hands_on(model: nn.Module, inner: str) -> bool:
 
 
 def handed_to_children(block: nn.Module) -> set[str]:
-    """Names of the arguments that the forward pass of ``block`` does nothing with but call its children with them."""
+    """Find the arguments that the forward pass of ``block`` does nothing with but call its children with them."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(block).forward))))
     except (OSError, TypeError, SyntaxError):
@@ -221,7 +219,7 @@ def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def treatment_of(child: nn.Module) -> Treatment:
-    """What a child of a block needs."""
+    """Choose the treatment of a child of a block."""
     if not _meets_tokens(child):
         return Treatment.TOKENWISE
     names = class_names(child)
@@ -235,20 +233,20 @@ def treatment_of(child: nn.Module) -> Treatment:
 
 
 def _meets_tokens(module: nn.Module) -> bool:
-    """Tells whether tokens may meet: token-wise is what takes the stream alone, and holds nothing that mixes."""
+    """Tell whether tokens may meet in ``module``: not where it takes the stream alone and holds nothing that mixes."""
     if set(ordered_arguments(module)[1:]) - _BESIDE:
         return True
     return any(isinstance(inner, _MIXING) or REGISTRY in names_of(inner) for inner in module.modules())
 
 
 def names_of(module: nn.Module) -> set[str]:
-    """Names that the code of the module's forward uses."""
+    """List the names that the code of the module's forward uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names) if code else set()
 
 
 def ordered_arguments(module: nn.Module) -> list[str]:
-    """Names of the arguments of a module's forward, without ``*args`` and ``**kwargs``."""
+    """List the arguments of a module's forward, without ``*args`` and ``**kwargs``."""
     parameters = inspect.signature(type(module).forward).parameters
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, p in parameters.items() if p.kind not in variadic][1:]

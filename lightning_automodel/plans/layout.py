@@ -1,4 +1,4 @@
-"""What a plan means for every parameter and module of a model: a pure function of the model's structure.
+"""Derives what a plan means for every parameter and module of a model: a pure function of the model's structure.
 
 The rules are those that were exact for every family (the letters are used in the comments below):
 

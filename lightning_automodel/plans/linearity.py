@@ -1,4 +1,6 @@
-"""Which operations keep a sum over ranks a sum: the rules by which :mod:`partial_sums` types values."""
+"""Types the results of operations on sums over ranks: which keep a sum a sum, by which :mod:`partial_sums` follows
+values.
+"""
 
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
@@ -26,11 +28,11 @@ class Kind(Enum):
 
 
 class NotASumError(Exception):
-    """An operation on a term of a sum does not give a term of the operation on the sum; says in words what it does."""
+    """Raised for an operation on a term of a sum that gives no term; says in words what it does."""
 
 
 class NotLinearError(NotASumError):
-    """It is not among the linear ones. It does no harm if it gives no tensor."""
+    """Raised for an operation that is not among the linear ones; no harm if it gives no tensor."""
 
 
 def kind(value: Any) -> Kind | None:

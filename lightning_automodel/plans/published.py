@@ -7,7 +7,7 @@ from lightning_automodel._compat.transformers import plan_of_class
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Rules that the model brings: of the models inside of it (with their prefix), of its class, and of the instance.
+    """Collect the rules that the model brings: of models inside of it (with prefix), of its class, of the instance.
 
     transformers merges them when it builds a model; remote code does not always let it. What is no model of
     transformers may have a ``tp_plan``; the plans of diffusers are written for its own way of splitting.

@@ -108,7 +108,7 @@ def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
 
 
 def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> str:
-    """Counts rules apply, and where they come from."""
+    """Say how many rules apply, and where they come from."""
     last = {rule: where for where, rules in sources.items() for rule in rules}
     counts = Counter(last[rule] for rule in matching)
     parts = [f"{counts[where]} {where}" for where in sources if counts[where]]
@@ -156,9 +156,7 @@ def _resolve(custom: Rules | str | None, model: nn.Module) -> Rules:
 
 
 def _matching(rules: Rules, model: nn.Module, reported: Set[str]) -> tuple[Rules, list[str]]:
-    """Drops rules that match nothing. What is registered for a class covers variants of it, so it may.
-    because it covers variants.
-    """
+    """Drop rules that match nothing. What is registered for a class covers variants of it, so some may."""
     name, unused = type(model).__name__, _unused(rules, model)
     if len(unused) == len(rules):
         names = [n for n, _ in model.named_parameters(remove_duplicate=False)]

@@ -1,4 +1,4 @@
-"""Whether the styles of a plan fit the modules that they name: what would run, and give other numbers, is an error."""
+"""Checks that the styles of a plan fit the modules that they name: a misfit would run, and give other numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

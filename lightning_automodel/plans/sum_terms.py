@@ -1,4 +1,4 @@
-"""Which boundary children are to be proved sums over the ranks, and which of their members give the terms."""
+"""Derives which boundary children are to be proved sums over the ranks, and which of their members give the terms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

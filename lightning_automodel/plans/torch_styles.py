@@ -128,7 +128,7 @@ _PREPARATIONS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutp
 
 
 def _last(layouts: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Features are the last dimension of [batch, seq, features], however a plan writes it."""
+    """Write a shard of [batch, seq, features] on features as one of the last dimension, as styles may say either."""
     return tuple(Shard(-1) if layout == Shard(2) else layout for layout in layouts)
 
 

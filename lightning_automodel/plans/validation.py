@@ -21,7 +21,7 @@ MOST_LISTED = 4
 
 @dataclass(frozen=True)
 class Count:
-    """A number of parts that the ranks divide among them.
+    """A number that the ranks must divide among them evenly, such as heads.
 
     Attributes:
         what: where it stands.

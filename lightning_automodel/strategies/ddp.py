@@ -97,7 +97,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """Replicas only."""
+        """Return the sizes of a mesh of replicas only."""
         world = self.num_nodes * self.num_processes
         return resolve_sizes(world, dp_shard=1, dp_replicate=world)
 

@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN or infinite end a run, or their step is left out, before the weights change.
+"""Ends a run, or leaves a step out, where losses or gradients are NaN or infinite, before the weights change.
 
 One vector says which gradients are not finite. All ranks agree on it, so that all do the same, and read it before the
 step, which costs nothing on CPU. A fused optimizer on an accelerator reads it there, and leaves its step out; the host
@@ -26,7 +26,7 @@ _MOST_LOSSES = 1024
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of the gradients before one step.
+    """Which losses and gradients before one step are not finite.
 
     Attributes:
         step: of the trainer.
@@ -41,11 +41,11 @@ class Finding:
     losses: list[Tensor]
 
     def is_finite(self) -> bool:
-        """Waits for the device."""
+        """Tell whether all are finite. Waits for the device."""
         return not self.vector.any()
 
     def describe(self) -> str:
-        """Returns the step, the first micro-batch and the first parameter. Collective."""
+        """Name the step, the first micro-batch and the first parameter that is not finite. Collective."""
         bad = [i for i, loss in enumerate(self.losses) if not torch.isfinite(loss).all()]
         mine = (bad[0], float(self.losses[bad[0]])) if bad else None
         found: list[Any] = [mine]
@@ -66,7 +66,7 @@ class Finding:
 
 
 class FiniteGuard:
-    """Looks at losses and gradients between backward pass and step.
+    """Checks losses and gradients between backward pass and step.
 
     Args:
         policy: "error", "skip" or "ignore" (``FSDP2Config.nonfinite``).
@@ -85,7 +85,7 @@ class FiniteGuard:
     def checked(
         self, closure: Callable[[], Any], optimizer: Optimizer, module: "pl.LightningModule"
     ) -> Callable[[], Any]:
-        """``closure``, after which gradients are looked at."""
+        """Wrap ``closure`` so that gradients are checked after it."""
         if self.policy == "ignore":
             return closure
 
@@ -97,7 +97,7 @@ class FiniteGuard:
         return run
 
     def inspect(self, optimizer: Optimizer, module: "pl.LightningModule") -> Finding:
-        """Looks at the gradients that ``optimizer`` would use. Collective; no host synchronization."""
+        """Check the gradients that ``optimizer`` would use. Collective; no host synchronization."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         losses, device = list(self._losses), parameters[0].device if parameters else module.device
@@ -126,7 +126,7 @@ class FiniteGuard:
         self._waiting = finding
 
     def settle(self) -> None:
-        """Looks at what the last step has found, if nobody has."""
+        """Check what the last step has found, if nobody has."""
         waiting, self._waiting = self._waiting, None
         self.allows(waiting)
 
@@ -148,7 +148,7 @@ def can_defer(optimizer: Optimizer) -> bool:
 
 
 def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:
-    """[parameters], 1 where this rank's part of a gradient is not finite."""
+    """Mark gradients that are not finite on this rank: [parameters], 0 or 1."""
     vector = torch.zeros(len(parameters), device=device)
     locals_ = {i: to_local_if_dtensor(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
     filled = {i: g for i, g in locals_.items() if g.numel()}

@@ -94,7 +94,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """The size of each axis, resolved against the number of processes."""
+        """Return the size of each axis, resolved against the number of processes."""
         return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
 
     @override

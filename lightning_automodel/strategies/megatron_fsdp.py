@@ -89,7 +89,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """The size of each axis, resolved against the number of processes."""
+        """Return the size of each axis, resolved against the number of processes."""
         return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
 
     @override

@@ -1,4 +1,4 @@
-"""What a strategy knows of its ranks: the mesh, its groups, and the precision and place in which modules are built."""
+"""Gives a strategy its mesh and groups, and the precision and place in which modules are built."""
 
 import sys
 from abc import abstractmethod
@@ -28,7 +28,7 @@ from lightning_automodel.strategies.random_state import ModelDraws, share_random
 
 
 class OnMesh(ParallelStrategy):
-    """A strategy whose ranks are a mesh of the sizes that it says."""
+    """A strategy whose ranks form a mesh."""
 
     _timeout: timedelta | None  # Lightning's: of every collective
 
@@ -41,13 +41,13 @@ class OnMesh(ParallelStrategy):
     @property
     @abstractmethod
     def sizes(self) -> MeshSizes:
-        """The size of each axis of the mesh."""
+        """Return the size of each axis of the mesh."""
 
     # ---- mesh and groups ---------------------------------------------------------------------------------------------
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks, along the axes of :mod:`lightning_automodel.mesh`.
+        """Return the mesh of all ranks, along the axes of :mod:`lightning_automodel.mesh`.
 
         Raises:
             RuntimeError: before the processes have met.
@@ -58,32 +58,32 @@ class OnMesh(ParallelStrategy):
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that see different samples."""
+        """Count the ranks that see different samples."""
         return axis(self.device_mesh, DP).size()
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank sees."""
+        """Return the number of the share of the samples that this rank sees."""
         return axis(self.device_mesh, DP).get_local_rank()
 
     @property
     def data_group(self) -> ProcessGroup:
-        """Ranks that hold different samples of a batch: what losses and metrics reduce over."""
+        """Return the ranks that hold different samples of a batch: what losses and metrics reduce over."""
         return axis(self.device_mesh, DP).get_group()
 
     @property
     def gradient_group(self) -> ProcessGroup:
-        """Ranks over which gradients are averaged."""
+        """Return the ranks over which gradients are averaged."""
         return axis(self.device_mesh, DP_CP).get_group()
 
     @property
     def sample_group(self) -> ProcessGroup:
-        """Ranks that see the same samples, and compute one model together."""
+        """Return the ranks that see the same samples, and compute one model together."""
         return axis(self.device_mesh, CP_TP).get_group()
 
     @property
     def tp_group(self) -> ProcessGroup:
-        """Ranks that split each layer's matrices."""
+        """Return the ranks that split each layer's matrices."""
         return axis(self.device_mesh, TP).get_group()
 
     def join_mesh(self) -> None:
@@ -149,7 +149,7 @@ class OnMesh(ParallelStrategy):
 
     @property
     def precision_plugin(self) -> FSDP2Precision:
-        """What ``Trainer(precision=...)`` asked for."""
+        """Return the plugin that ``Trainer(precision=...)`` asked for."""
         return convert_precision(self._precision_plugin)
 
     @precision_plugin.setter

@@ -54,7 +54,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None
 
 
 def updates_each_element_alone(optimizer: Optimizer) -> bool | None:
-    """Try copies of ``optimizer`` on a matrix and on two parts of it; ``None`` if it cannot be tried like that."""
+    """Try copies of ``optimizer`` on a matrix and on its two halves; ``None`` if it cannot be tried like that."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(_SHAPE, generator=generator) for _ in range(4))
     try:
@@ -73,7 +73,7 @@ def updates_each_element_alone(optimizer: Optimizer) -> bool | None:
 
 @contextmanager
 def explaining_step(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Within this context an operation of ``optimizer`` that DTensor does not know is an error that helps.
+    """Explain, within this context, an operation of ``optimizer`` that DTensor does not know.
 
     Raises:
         ValueError: naming the optimizer, and what to use instead.

@@ -96,9 +96,7 @@ class FSDP2Precision(Precision):
     def _step(
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Returns the step of an optimizer, which may ask for gradients itself, unless losses or gradients are not
-        finite.
-        """
+        """Run the step of an optimizer unless losses or gradients are not finite; it may call ``closure`` itself."""
         defers = self.guard.policy != "ignore" and can_defer(optimizer)
         if self.guard.policy == "ignore" or (self.guard.policy == "error" and not defers):
             closure = self.guard.checked(closure, optimizer, model)

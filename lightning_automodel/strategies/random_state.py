@@ -1,4 +1,4 @@
-"""The random numbers of a run: those that models draw, a function of the seed and the step, and the user's generators.
+"""Keeps the random numbers of a run: those that models draw, by seed and step, and the user's generators.
 
 The ranks of a tensor-parallel group start with one state of the user's generators, and so shuffle alike as long as they
 draw alike. A checkpoint holds the state of each data rank. What models draw does not depend on any of it.
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 class ModelDraws:
-    """What the models of one LightningModule draw from, whatever trainers it goes through."""
+    """The random numbers that the models of one LightningModule draw, whatever trainers it goes through."""
 
     def __init__(self) -> None:
         self._numbers: RandomNumbers | None = None
@@ -40,7 +40,7 @@ class ModelDraws:
             draw_from(drawing, self._numbers)
 
     def begin(self, trainer: "pl.Trainer") -> None:
-        """Returns a micro-batch begins, or an evaluation."""
+        """Begin a micro-batch, or a step of an evaluation."""
         stage, step = trainer.state.stage, trainer.global_step
         assert self._numbers is not None
         assert stage is not None
@@ -48,7 +48,7 @@ class ModelDraws:
         self._numbers.begin(stage.value, step, self._numbers.micro_batch + 1 if again else 0)
 
     def state(self) -> State:
-        """What a checkpoint holds of it; it means the same on every layout."""
+        """Return what a checkpoint holds of it, which means the same on every layout."""
         assert self._numbers is not None
         return {name: getattr(self._numbers, name) for name in ("seed", "stage", "step", "micro_batch")}
 

@@ -26,7 +26,7 @@ class Submodel:
 
     @property
     def is_sharded(self) -> bool:
-        """Made parallel already: by ``from_pretrained``, or by an earlier call of the trainer."""
+        """Tell whether it was made parallel: by ``from_pretrained``, or by an earlier call of the trainer."""
         return isinstance(self.module, FSDPModule)
 
 

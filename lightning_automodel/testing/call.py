@@ -1,4 +1,4 @@
-"""What the pool tells the nursery about one call, and where the ranks of the call leave their files."""
+"""Describes one call for the nursery, and where the ranks of the call leave their files."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What one forked process does: become a rank, call the function, answer, wait for its end."""
+"""Runs in one forked process: becomes a rank, calls the function, answers, waits for its end."""
 
 import ctypes
 import faulthandler

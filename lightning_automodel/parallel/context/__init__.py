@@ -23,7 +23,7 @@ __all__ = ["ContextParallel"]
 
 
 class ContextParallel:
-    """Cuts the sequence of one model: its blocks before tensor parallelism is applied, the rest afterwards.
+    """Cuts the sequence of one model: hooks around blocks before tensor parallelism is applied, the rest afterwards.
 
     A block cuts over cp before sequence parallelism cuts over tp; a child is gathered over tp before it is over cp.
 

@@ -27,7 +27,7 @@ def exchanges(module: nn.Module) -> bool:
 
 
 def implementation(module: nn.Module) -> str | None:
-    """Name of the attention function that ``module`` uses."""
+    """Return the name of the attention function that ``module`` uses."""
     return getattr(module.config, "_attn_implementation", None)
 
 
@@ -86,7 +86,7 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query [batch, heads, rows, dim], key and value [batch, kv heads, rows, dim] to [batch, rows, heads, dim]."""
+    """Attend with query [batch, heads, rows, dim] to key and value of all ranks: [batch, rows, heads, dim]."""
     assert stream.rows is not None
     _check(stream.rows, module, query, key, attention_mask, kwargs)
     by_heads = stream.chooses_heads(module, query, key, value)
@@ -110,7 +110,7 @@ def _attend(
 def _check(
     rows: Rows, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
-    """What is not known to be right on rows is an error, and not a wrong number."""
+    """Refuse arguments of attention that are not known to be right on rows, rather than give a wrong number."""
     name = class_names(module)[0]
     for what, value in (("queries", query), ("keys", key)):
         if value.shape[2] != rows.count:

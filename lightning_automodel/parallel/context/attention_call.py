@@ -38,5 +38,5 @@ class AttentionCall:
 
     @property
     def dropout(self) -> float:
-        """Share of the scores that is dropped."""
+        """Return the share of the scores that is dropped."""
         return self.kwargs.get("dropout") or 0.0

@@ -32,7 +32,7 @@ def install_on_blocks(model: nn.Module, stream: Stream, layout: ContextLayout) -
 def _enter_block(
     stream: Stream, block: nn.Module, attention: list[nn.Module], *, is_first: bool, gathered: bool
 ) -> Callable:
-    """Cut the stream, and what attention on rows takes beside it; here, where no recomputation runs."""
+    """Cut the stream, and the masks and tables beside it, outside of what a recomputation runs again."""
     names = ordered_arguments(block)
     streams = {names[0], *STREAM_ARGUMENTS}
 
@@ -61,7 +61,7 @@ def _enter_block(
 
 
 def _stream_again(stream: Stream) -> Snapshot:
-    """Returns the backward pass runs single blocks again, when their stream is long whole."""
+    """Restore the stream as it was where the backward pass runs a single block again."""
 
     def snapshot(block: nn.Module) -> Context:
         then = stream.rows, stream.batch, stream.masks, stream.is_checkpointed
@@ -119,7 +119,7 @@ def _install_child(module: nn.Module, treatment: Treatment, stream: Stream) -> N
 
 
 def _enter_gathered(stream: Stream, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Everything that holds this rank's rows is gathered; masks and positions are whole anyway."""
+    """Gather everything that holds this rank's rows; masks and positions are whole anyway."""
     joined = tuple(map(stream.join, args)), {name: stream.join(value) for name, value in kwargs.items()}
     first = next(iter((*joined[0], *joined[1].values())), None)
     if stream.whole_dim(first) is None:

@@ -82,7 +82,7 @@ class _CausalParts(torch.autograd.Function):
 
 
 def _gather_repeated(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """All keys and values, a head for each head of the queries; narrow values are filled up with zeros."""
+    """Gather all keys and values, a head for each head of the queries; narrow values are filled up with zeros."""
     value = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
     both = join_rows(torch.stack([key, value]), 3, rows)
     groups = query.shape[1] // key.shape[1]

@@ -14,13 +14,13 @@ from lightning_automodel.parallel.context.attention_call import AttentionCall
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often key/value heads are repeated, so that every rank has as many."""
+    """Compute how often key/value heads are repeated, so that every rank has as many."""
     times = math.lcm(kv_heads, ranks) // kv_heads
     return heads // kv_heads if heads % (kv_heads * times) else times
 
 
 def why_not(query: Tensor, ranks: int) -> str | None:
-    """Why heads cannot be exchanged; ``None`` if they can."""
+    """Say why heads cannot be exchanged; ``None`` if they can."""
     heads = query.shape[1]
     return f"{heads} heads of a rank do not divide by cp={ranks}" if heads % ranks else None
 
@@ -59,7 +59,7 @@ def attend_by_heads(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
 
 
 def _own_heads(value: Any, dim: int, heads: int, rows: Rows) -> Any:
-    """This rank's share of what holds one entry for each head: masks, sinks."""
+    """Take this rank's share of what holds one entry for each head: masks, sinks."""
     if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != heads or (dim == 0 and value.ndim > 1):
         return value
     count = heads // rows.group.size()

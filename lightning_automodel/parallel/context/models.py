@@ -1,4 +1,4 @@
-"""Around models: where a call begins, what it may cut, and how rows become whole again in what it returns."""
+"""Begins and ends a call of a model, says what it may cut, and makes rows whole again in what it returns."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _WHOLE = ("past_key_values", "cache_params", "output_attentions", "use_cache")
 
 
 def install_on_models(model: nn.Module, call: Pass, streams: list[Stream], layout: ContextLayout) -> None:
-    """Hooks around every model that contains blocks; the outermost one that is called begins and ends a call."""
+    """Put hooks around every model that contains blocks; the outermost one that is called begins and ends a call."""
     for name in layout.models:
         inner = model.get_submodule(name)
         on_the_way = [hands_on for other, hands_on in layout.models.items() if _is_inside(other, name, layout)]
@@ -71,7 +71,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _enter_holder(call: Pass, model: nn.Module) -> Callable:
-    """Returns the shape of what it reads tells which dimension of a stream is the sequence; a cache is not written."""
+    """Note batch and tokens of the call, which tell the dimension of the sequence, and switch the cache off."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -89,7 +89,7 @@ def _enter_holder(call: Pass, model: nn.Module) -> Callable:
 
 
 def _leave_holder(call: Pass, streams: list[Stream]) -> Callable:
-    """Hidden states leave as rows where they go to the head, and whole otherwise; what else is rows leaves whole."""
+    """Gather what holds rows, except hidden states that go straight to the head."""
 
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         rows = call.rows
@@ -124,7 +124,7 @@ def _whole(value: Any, call: Pass, rows: Rows) -> Any:
 
 
 def _leave_head(call: Pass) -> Callable:
-    """Unless the model computes its loss from them, logits leave the head whole: every rank repeats what follows."""
+    """Gather the logits, unless the model computes its loss from a rank's rows: every rank repeats what follows."""
 
     def hook(head: nn.Module, args: tuple, logits: Tensor) -> Tensor:
         rows = _rows_at_head(call)

@@ -47,7 +47,7 @@ class Pass:
 
     @property
     def scale(self) -> float:
-        """Gradients are averaged over the ranks, but theirs are parts of one sum."""
+        """Return the factor of gradients that are averaged over the ranks, but are terms of one sum."""
         return float(self.group.size())
 
     def divide(self, length: int) -> Rows | None:
@@ -84,12 +84,12 @@ class Stream:
     draws: ExitStack = field(default_factory=ExitStack)
 
     def end(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence when its list of blocks is through."""
         self.rows = None
         self.cut_already, self.masks = {}, {}
 
     def draw_for_rows(self) -> None:
-        """From now on torch draws other numbers on each rank, for its rows; those of whole values go on afterwards."""
+        """Let torch draw other numbers on each rank from now on, for its rows."""
         self.draws.enter_context(drawing_aside("cp", self.call.group.rank()))
 
     def stop_drawing(self) -> None:
@@ -105,7 +105,7 @@ class Stream:
         return None if self.rows is None else self._dim(value, self.rows.count)
 
     def _dim(self, value: Any, count: int) -> int | None:
-        """[batch, count, ...], or several streams before it: [n, batch, count, features]."""
+        """Find the dimension of ``count`` tokens in [batch, count, ...] or [n, batch, count, features]."""
         if not isinstance(value, Tensor) or value.ndim < 3 or not (value.is_floating_point() or value.is_complex()):
             return None
         if value.shape[:2] == (self.batch, count):

@@ -30,7 +30,7 @@ _LAYOUT = "_layout_on_tp"
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Of one run.
+    """The dtypes of one run.
 
     Attributes:
         compute: parameters during forward and backward passes; ``None``: as the model has them.

@@ -56,7 +56,7 @@ def parallelize(
 
 
 class _Loop:
-    """Of one model: whether a backward pass runs, and whether more micro-batches follow."""
+    """The state of one model in a loop: whether a backward pass runs, and whether more micro-batches follow."""
 
     def __init__(self, sharded: ShardedModules) -> None:
         self.sharded = sharded

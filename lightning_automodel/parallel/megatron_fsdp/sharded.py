@@ -112,7 +112,7 @@ class ShardedModules:
                 self._check_finite()
 
     def _follow_zero_grad(self) -> None:
-        """Gradients lie in buffers of the library, which ``zero_grad`` of an optimizer does not know."""
+        """Clear the library's buffers of gradients, which ``zero_grad`` of an optimizer does not know."""
         left = [p for p in self._parameters.values() if p.grad is not None]
         if left and not any(bool(_local(p.grad).any()) for p in left):
             left = []  # zero_grad(set_to_none=False)
@@ -149,7 +149,7 @@ class ShardedModules:
         self.wrapper.synchronize_param_gather()
 
     def replicas(self, _: nn.Module) -> Iterator[Replicas]:
-        """What is to be equal over tp (tp ranks may cut it differently over dp), and without sharding over dp."""
+        """Yield what is to be equal over tp (cut differently over dp, perhaps), and without sharding over dp."""
         is_sharded, data = self.config.zero_dp_strategy > 0, self._dp_mesh.get_group()
         tensors = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items() if name in self._whole}
         if self._tp_mesh.size() > 1:

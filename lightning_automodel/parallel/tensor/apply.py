@@ -159,7 +159,7 @@ def _leave_function(module: nn.Module, leave: Leave, group: ProcessGroup, model:
 
 
 def _output_width(module: nn.Module) -> int:
-    """Features that come out of the whole module: rows of a matrix, columns of an embedding."""
+    """Count the features that come out of the whole module: rows of a matrix, columns of an embedding."""
     module = unwrapped(module)
     weight = module.get_parameter("weight")  # a DTensor: the whole shape
     return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[0]
@@ -210,7 +210,7 @@ def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
 
 
 class _SplitLookup(TorchFunctionMode):
-    """Within this context a lookup in an embedding of ``rows`` rows, of which each rank holds its slice, is whole."""
+    """Makes lookups in a table of ``rows`` rows whole within this context, where each rank holds a slice of them."""
 
     def __init__(self, rows: int, group: ProcessGroup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""During the forward pass of a block its modules see this rank's local tensors in the place of DTensor parameters.
+"""Shows the modules of a block this rank's local tensors in the place of DTensor parameters during its forward pass.
 
 They are put there by hooks around the block, and around the model for what lies outside of blocks; a recomputation in
 the backward pass puts them there again.
@@ -117,7 +117,7 @@ def _refuse_recomputing(owner: nn.Module, args: tuple) -> None:
 
 
 def _check_switch(owner: nn.Module) -> None:
-    """Layers that have our switch recompute with local tensors; what another flag does is not known."""
+    """Refuse activation checkpointing that another flag than ours turned on: it would recompute with DTensors."""
     if not any(has_switch(module) for module in owner.modules()):
         raise ValueError(
             f"activation checkpointing of its own was turned on for a {type(owner).__name__}, and would recompute "
@@ -126,7 +126,7 @@ def _check_switch(owner: nn.Module) -> None:
 
 
 class _OwnGradient(torch.autograd.Function):
-    """What arrives becomes ``parameter.grad``, which is added to and scaled in place.
+    """Makes an arriving gradient fit to become ``parameter.grad``, which is added to and scaled in place.
 
     For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one), or that lies
     differently in memory. Of a DTensor it sees the wrapper only, which is always new.

@@ -65,7 +65,7 @@ def follow_partial_sums(model: nn.Module, layout: Layout) -> None:
 
 @contextmanager
 def _installed(watches: list["_Watch"]) -> Generator[None, None, None]:
-    """Hooks that exist during one forward pass of the model."""
+    """Install the hooks that watch one forward pass of the model, within this context."""
     modules = {watch.module for watch in watches} - _watched
     _watched.update(modules)
     try:

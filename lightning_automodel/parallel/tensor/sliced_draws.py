@@ -38,7 +38,7 @@ def find_twins(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def install_sliced_draws(model: nn.Module, group: ProcessGroup, twins: dict[str, nn.Module], is_cut: bool) -> None:
-    """While they train, the blocks of ``model`` draw what one process draws, or what differs where they hold slices.
+    """Make the blocks of ``model``, while they train, draw what one process draws, or what differs between slices.
 
     Args:
         model: split over ``group``.
@@ -77,7 +77,7 @@ def _around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, 
 
 
 def _again(block: nn.Module) -> Context:
-    """Returns a part of a block that is computed again goes on where the part began, watched as it was."""
+    """Resume the draws of a part of a block that is computed again where the part began, watched as it was."""
     draws: _BlockDraws = block.__dict__[_DRAWS]
     then = draws.is_watched, draws.length
     place = draws.place
@@ -100,8 +100,8 @@ def _again(block: nn.Module) -> Context:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """A rank has ``length`` of ``whole`` from ``start`` on, in dimension ``dim``; or of each row of the batch, where
-    dimension 0 holds [rows x whole].
+    """Which ``length`` of ``whole`` a rank has from ``start`` on in ``dim``; per row of the batch where dim 0 is [rows
+    x whole].
     """
 
     dim: int
@@ -111,18 +111,18 @@ class _Cut:
     in_rows: bool = False
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part."""
+        """Take this rank's slice of ``whole``."""
         if not self.in_rows:
             return whole.narrow(self.dim, self.start, self.length)
         return whole.unflatten(0, (-1, self.whole)).narrow(1, self.start, self.length).flatten(0, 1)
 
     def undo(self, local: torch.Size) -> list[int]:
-        """Returns the shape on one process."""
+        """Compute the shape on one process."""
         size = local[0] // self.length * self.whole if self.in_rows else self.whole
         return [size if i == self.dim else n for i, n in enumerate(local)]
 
     def fits(self, local: torch.Size) -> bool:
-        """Tells whether ``local`` can be such a part."""
+        """Tell whether ``local`` can be such a slice."""
         if self.in_rows:
             return local[0] % self.length == 0
         return self.dim < len(local) and local[self.dim] == self.length
@@ -132,7 +132,7 @@ _WHOLE, _UNKNOWN = "whole", "unknown"
 
 
 def _compare(whole: torch.Size, local: torch.Size, rows: int, group: ProcessGroup) -> "_Cut | str":
-    """How ``local`` is cut out of ``whole``, which is equal for all ``rows`` of a batch."""
+    """Find how ``local`` is cut out of ``whole``, which is equal for all ``rows`` of a batch."""
     if whole == local:
         return _WHOLE
     differing = [i for i, (w, n) in enumerate(zip(whole, local, strict=False)) if w != n]
@@ -156,7 +156,7 @@ class _Plan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is cut, once all has been drawn."""
+        """Tell whether nothing is cut, once all has been drawn."""
         seen = len(self.cuts) == len(self.whole.shapes) and self.whole.is_complete
         return seen and all(cut == _WHOLE for cut in self.cuts.values())
 
@@ -183,7 +183,7 @@ class _BlockDraws:
         return _BlockDraws(self.group, copy.deepcopy(self.twin, memo), self.is_cut)
 
     def begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Returns a forward pass in training begins."""
+        """Begin a forward pass in training: find the length of its slices, and what the twin draws at that length."""
         stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if self.is_cut and stream is not None and stream.ndim > 2:
             self.length = getattr(stream, LENGTH, None) or stream.shape[1]
@@ -195,7 +195,7 @@ class _BlockDraws:
 
     @contextmanager
     def watching(self, name: str, place: int) -> Generator[None, None, None]:
-        """Draws are cut within this context, from the one at ``place`` on."""
+        """Cut draws within this context, from the one at ``place`` on."""
         self.place = place
         if self._is_running:  # in a recomputation: its context, and what wraps the block
             yield
@@ -210,8 +210,8 @@ class _BlockDraws:
 
     @contextmanager
     def unwatched(self) -> Generator[None, None, None]:
-        """Nothing in the block draws in slices. If it does all the same (dropout was switched on meanwhile), ranks go
-        on together, and the next pass is watched.
+        """Run a block that draws nothing in slices. If it draws all the same (dropout was switched on meanwhile), ranks
+        go on together, and the next pass is watched.
         """
         before = generator_states()
         yield
@@ -262,7 +262,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _whole_and_cut(cut: _Cut, func: Any, args: tuple, kwargs: dict[str, Any], local: torch.Size) -> Tensor | None:
-    """What one process draws, cut; ``None`` where that is dear (on a device), or depends on values that are cut."""
+    """Draw as one process does, and cut; ``None`` where that is dear (on a device), or depends on cut values."""
     first, *others = args
     device = first.device if isinstance(first, Tensor) else torch.device(kwargs.get("device") or "cpu")
     in_place = func._schema.name.endswith("_")
@@ -275,7 +275,7 @@ def _whole_and_cut(cut: _Cut, func: Any, args: tuple, kwargs: dict[str, Any], lo
 
 
 def _empty_as(like: Tensor, shape: list[int]) -> Tensor:
-    """Memory in the order of ``like``: numbers are drawn in the order of memory."""
+    """Allocate memory in the order of ``like``: numbers are drawn in the order of memory."""
     order = sorted(range(like.ndim), key=like.stride, reverse=True)
     empty = torch.empty([shape[i] for i in order], dtype=like.dtype, device=like.device)
     return empty.permute([order.index(i) for i in range(like.ndim)])

@@ -1,4 +1,4 @@
-"""What a block would draw on one process: its twin, whole and without memory, runs on meta and notes the shapes."""
+"""Finds what a block would draw on one process: its twin, whole and without memory, runs on meta and notes shapes."""
 
 import copy
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def whole_draws(twin: nn.Module, args: tuple, kwargs: dict[str, Any], length: st
 
 
 def _on_meta(value: Any, length: str) -> Any:
-    """``value`` with tensors of the same shapes on meta; a slice of the sequence is as long as the whole."""
+    """Copy tensors in ``value`` to meta; a slice of the sequence becomes as long as the whole."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
         if (whole := getattr(value, length, None)) is not None:
@@ -120,7 +120,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Kernels that need memory are not for meta; what they drop is as large as what torch's drops."""
+    """Choose kernels that run on meta; what they drop is as large as what torch's drops."""
     own = copy.deepcopy(config)
     if getattr(own, "_attn_implementation", None) not in (None, "eager", "sdpa"):
         own._attn_implementation = "sdpa"

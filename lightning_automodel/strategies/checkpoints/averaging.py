@@ -113,7 +113,7 @@ class _Held:
 
 
 class _Parts(nn.Module):
-    """The same as a module, which can be copied."""
+    """A stand-in for a module's tensors that can be copied."""
 
     def __init__(self, held: _Held) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def adapt(callbacks: list[Any]) -> None:
 
 
 def restore(callbacks: list[Any]) -> None:
-    """Takes back what :func:`adapt` did."""
+    """Undo :func:`adapt`."""
     for callback in callbacks:
         if isinstance(callback, ShardedAveraging):
             callback.__class__ = type(callback).__mro__[2]

@@ -1,4 +1,4 @@
-"""What ``ckpt_path="last"`` means: the newest checkpoint that is complete.
+"""Finds what ``ckpt_path="last"`` means: the newest checkpoint that is complete.
 
 Lightning looks for files called ``last``. A link of that name leads nowhere while what it names is written in the
 background, or when the process ends between the removal of one checkpoint and the next link; then it would start anew.
@@ -65,7 +65,7 @@ class Replacement:
             replace_checkpoint_path(trainer, str(sound))
 
     def get(self, path: Location) -> tuple[Location, bool]:
-        """What to read for ``path``, and whether it is known to be sound."""
+        """Return what to read for ``path``, and whether it is known to be sound."""
         return self._sound.get(str(path), path), str(path) in self._sound
 
 
@@ -91,9 +91,7 @@ def newest_sound(path: Location, broadcast: Callable[[Any], Any]) -> Location:
 
 
 def newest_beside(path: Location, others: Sequence[Location] = ()) -> Location | None:
-    """Finds the newest complete checkpoint in the folder of ``path`` that is not ``path`` itself, by whatever name.
-    whatever name.
-    """
+    """Find the newest complete checkpoint in the folder of ``path`` that is not ``path`` itself, by any name."""
     known = {each.resolved() for each in (path, *others)}
     found = [(time, other) for other, time in _complete_ones(path.parent, PurePosixPath(path.name).suffix)]
     found = [(time, other) for time, other in found if not other.is_link() and other.resolved() not in known]

@@ -92,7 +92,7 @@ class ShareOfStream(IterableDataset):
 
 
 class SharedOrder(DistributedSamplerWrapper):
-    """A share of a sampler that may draw at random: all ranks draw the same order, of which each takes its share."""
+    """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part."""
 
     @override
     def __iter__(self) -> Iterator:

@@ -1,4 +1,4 @@
-"""Goes on in an epoch behind the samples that were trained on, for loaders that keep no position of their own.
+"""Resumes an epoch behind the samples that were trained on, for loaders that keep no position of their own.
 
 A checkpoint says how many batches of the epoch are through, and what a batch was: samples per data rank, data ranks,
 workers. From that follow the samples of all data ranks together, and what is left for other sizes of the same::
@@ -45,7 +45,7 @@ SEEN = "samples_seen"
 
 @dataclass(frozen=True)
 class Batches:
-    """What a loader makes of an epoch.
+    """How a loader cuts an epoch into batches.
 
     Attributes:
         size: samples per batch and data rank; ``None`` if a batch sampler of the user's decides.
@@ -70,7 +70,7 @@ class Batches:
         return cls(size, data_ranks, loader.num_workers, sized_len(loader), is_cycled)
 
     def samples(self, through: int) -> int | None:
-        """Those of all data ranks in the loader's present pass, when so many batches of the epoch are through."""
+        """Count the samples of all data ranks after ``through`` batches, in the loader's present pass."""
         if self.length:
             through = through % self.length if self.is_cycled else min(through, self.length)
         return None if self.size is None else through * self.size * self.data_ranks
@@ -82,7 +82,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is left of an epoch.
+    """The rest of an epoch.
 
     Attributes:
         loader: of what is left.
@@ -105,7 +105,7 @@ class SeenSamples:
         self._surplus: dict[int, list[int]] = {}  # by epoch and loader: samples that whole batches do not account for
 
     def describe(self, trainer: "pl.Trainer", combined: CombinedLoader | None, data_size: int) -> dict[str, Any]:
-        """What a checkpoint keeps beside the number of batches that are through."""
+        """Describe the loaders for a checkpoint, which keeps the number of batches by itself."""
         loaders = [] if combined is None else combined.flattened
         found = [_describe(loader, data_size, cycles(combined)) for loader in loaders]
         surplus = self._surplus.get(position_in_epoch(trainer).epoch, [0] * len(found))
@@ -276,7 +276,7 @@ def _behind_batches(loader: DataLoader, count: int) -> Any:
 
 
 def _counted(loader: Any, seen: int | None, batches: Batches, through: int, limit: float) -> _Rest:
-    """With the number of batches after which the epoch has as many left as ``loader`` has, or as the limit leaves."""
+    """Count the batches as if the epoch had as many left as ``loader`` has, or as the limit leaves."""
     left, of_one = sized_len(loader), batches.samples(1)
     if batches.length is not None and left is not None and limit >= batches.length:
         through = (

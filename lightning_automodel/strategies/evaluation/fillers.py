@@ -1,4 +1,4 @@
-"""Runs a step whose collectives other ranks need, and removes every trace of it."""
+"""Repeats a step whose collectives other ranks need, and removes every trace of it."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -19,7 +19,7 @@ DEPTH = 2  # of containers in containers: `self.outputs[dataloader_idx].append(.
 def run_filler(
     trainer: "pl.Trainer", loop: EvaluationLoop, step: str, arguments: tuple[Any, ...], dataloader_idx: int | None
 ) -> None:
-    """Runs one step again.
+    """Run a step again without a trace.
 
     Undone are: logged values, states of metrics, attributes of the LightningModule (values, containers, tensors) and
     random states. Not undone is what a step does outside of these, such as writing a file.

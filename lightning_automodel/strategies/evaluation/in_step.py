@@ -57,7 +57,7 @@ def disable_inference_mode(trainer: "pl.Trainer") -> None:
 
 
 class EvenEvaluation:
-    """What a strategy's hooks call, at the start of an evaluation and at each step."""
+    """Keeps one evaluation even, called by a strategy's hooks at its start and at each step."""
 
     def __init__(self) -> None:
         self.filling = False
@@ -120,7 +120,7 @@ class EvenFetcher(PrefetchDataFetcher):
 
 
 class DataRanks:
-    """What the protocol asks the other data ranks; each method is collective.
+    """The other data ranks, as the protocol asks them; each method is collective.
 
     Args:
         group: the data ranks.
@@ -132,11 +132,11 @@ class DataRanks:
 
     @property
     def rank(self) -> int:
-        """This one's place among them."""
+        """Return the place of this rank among them."""
         return self._group.rank()
 
     def gather(self, length: int, has_batch: bool) -> tuple[list[int], list[int]]:
-        """Tell the length of a loader and whether there is a batch of it; returns those of all ranks, in order."""
+        """Tell the length of a loader and whether there is a batch of it; return those of all ranks, in order."""
         mine = torch.tensor([length, int(has_batch)], device=self._device)
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(gathered, mine, group=self._group)
@@ -144,7 +144,7 @@ class DataRanks:
         return lengths, has
 
     def any(self, active: bool) -> bool:
-        """Vote; a rank that is active itself does not wait for the answer."""
+        """Ask whether any rank is active; one that is itself does not wait for the answer."""
         votes = torch.tensor(int(active), device=self._device)
         dist.all_reduce(votes, group=self._group)
         return active or bool(votes)
@@ -246,7 +246,7 @@ def active_loop(trainer: "pl.Trainer") -> EvaluationLoop:
 
 
 def loader_lengths(loader: CombinedLoader) -> list[int]:
-    """Batches of each loader at most, limits included; :data:`STREAM` where nobody can know."""
+    """Count the batches of each loader at most, limits included; :data:`STREAM` where nobody can know."""
     if not is_sequential(loader):
         return [STREAM]
     limits = loader.limits or [float("inf")] * len(loader.flattened)

@@ -30,7 +30,7 @@ def describe_collective(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error, what it was raised from, and so on."""
+    """Yield the error, the one that it was raised from, and so on."""
     link: BaseException | None = error
     while link is not None:
         yield link

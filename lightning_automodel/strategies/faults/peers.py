@@ -32,7 +32,7 @@ _SILENCE = 5.0  # seconds
 
 
 class Peers:
-    """What this process tells the others, and knows of them."""
+    """Tells the other ranks how this process ends, and knows how they do."""
 
     def __init__(self) -> None:
         self._watch: _Watch | None = None
@@ -95,7 +95,7 @@ class Peers:
 
 @dataclass
 class Others:
-    """What is known of the other ranks.
+    """The states of the other ranks.
 
     Attributes:
         gone: ranks that neither live nor have said why.
@@ -111,7 +111,7 @@ class Others:
 
 
 class _Watch:
-    """The thread. The store may take any time to answer, or never do, so that nothing else asks it."""
+    """Runs the thread that beats and looks. Nothing else asks the store, which may take any time to answer."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.silence = max(_SILENCE, 3 * size / _READ_PER_SECOND)
@@ -159,7 +159,7 @@ class _Watch:
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def name(self, ranks: list[int]) -> str:
-        """Ranks with their places, and a verb."""
+        """Write ranks with their places, and a verb."""
         places = [self._places[rank] for rank in ranks] if self._places else []
         where = "; ".join(f"process {place['process']} on {place['host']}" for place in places)
         return f"{_ranks(ranks)} ({where}) {'is' if len(ranks) == 1 else 'are'}"
