@@ -3,6 +3,7 @@ consolidate checkpoints.
 """
 
 import os
+import re
 import sys
 import traceback
 from argparse import ArgumentError
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import lightning as L
+import torch
 from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -51,8 +53,9 @@ class AutomodelCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Ends the process with one line if an argument is not right."""
+        given = sys.argv[1:] if args is None else args
         try:
-            super().parse_arguments(parser, args)
+            super().parse_arguments(parser, _with_torch_optimizers(given) if isinstance(given, list) else given)
         except ArgumentError as error:
             commands = [*self.subcommands(), *_CONVERSIONS]
             raise ValueError(describe_mistake(str(error), self._known_keys(), commands)) from None
@@ -97,6 +100,17 @@ class AutomodelCLI(LightningCLI):
         if trainer.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             callbacks = [*callbacks, TQDMProgressBar(refresh_rate=10)]
         return super().instantiate_trainer(**{"callbacks": callbacks, **kwargs})
+
+
+def _with_torch_optimizers(args: list[str]) -> list[str]:
+    """Take the short name of an optimizer for torch's: other packages (bitsandbytes, optimi) use the same names."""
+    expanded: list[str] = []
+    for argument in args:
+        option, equals, name = argument.rpartition("=")
+        before = option if equals else (expanded or [""])[-1]
+        is_optimizer = re.fullmatch(r"--([\w.]+\.)?optimizer", before) and name in torch.optim.__all__
+        expanded.append(f"{option}{equals}torch.optim.{name}" if is_optimizer else argument)
+    return expanded
 
 
 def _strategy_of(name: str) -> Any:

@@ -41,6 +41,10 @@ def describe_mistake(message: str, known: Iterable[str], subcommands: Iterable[s
         return "missing: " + ", ".join(f"--{key}.{name}" if key else name for name in names)
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"--{key}={found[1]}: there is no such class{proposal(found[1], _class_names(message))}"
+    if found := re.search(
+        r"Multiple subclasses with name (\w+)\. Give the full class path to avoid ambiguity: (.+?)\.\s", message
+    ):
+        return f"--{key}={found[1]}: several classes have this name; give one in full: {found[2]}"
     if values := re.findall(r"Expected an? <class '(\w+)'>\. Got value: (.*)", message):
         kind, value = values[-1]
         return f"--{key}={value}: it takes an {kind}" if kind == "int" else f"--{key}={value}: it takes a {kind}"

@@ -1,8 +1,14 @@
 """A mistake in a command is one line that names the key and proposes what was meant, and exit code 1."""
 
+import gc
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 from lightning_automodel.cli import AutomodelCLI, main
 
@@ -53,6 +59,34 @@ def test_a_wrong_key_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "run.yaml").write_text("trainer: {max_step: 3}\nmodel: {init_args: {model: x}}\n")
     line = one_line(["fit", f"--config={tmp_path / 'run.yaml'}"], capsys)
     assert "there is no option --trainer.max_step; did you mean --trainer.max_steps?" in line
+
+
+@pytest.fixture
+def namesake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another package has an optimizer of a name that torch has, as bitsandbytes and optimi do."""
+    package = types.ModuleType("another_package")
+    package.Adadelta = type("Adadelta", (torch.optim.SGD,), {"__module__": package.__name__})
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    yield
+    del package.Adadelta
+    gc.collect()
+
+
+@pytest.mark.parametrize("given", ["--model.optimizer=Adadelta", "--model.optimizer Adadelta"])
+def test_a_short_name_of_an_optimizer_is_torchs(namesake: None, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", MODEL, *given.split(), "--model.optimizer.lr=1", "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adadelta"
+
+
+def test_a_short_name_of_several_classes_is_one_line(
+    namesake: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {init_args: {model: x, optimizer: {class_path: Adadelta}}}\n")
+    line = one_line(["fit", f"--config={path}"], capsys)
+    assert "Adadelta: several classes have this name; give one in full: torch.optim.Adadelta, another_package" in line
 
 
 def test_only_the_first_process_of_a_node_says_it(
