@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -68,7 +68,14 @@ def attributes_again(holder: object, *names: str) -> Snapshot:
     return _Attributes(holder, names)
 
 
-class _Attributes:
+class SharedByCopies:
+    """Hooks that a module and its deep copies have in common, as functions are: they hold process groups."""
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
+
+
+class _Attributes(SharedByCopies):
     """Keeps what attributes were in a forward pass, and puts that back while a recomputation runs."""
 
     def __init__(self, holder: object, names: tuple[str, ...]) -> None:

@@ -1,12 +1,12 @@
 """The residual stream between blocks, on a rank's rows: hooks around blocks and their children."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel.modules.forward import Context, Snapshot, keep_for_recomputation
+from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.activation_checkpoint import is_checkpointed
 from lightning_automodel.parallel.context.attention import bind_attention, exchanges, rows_of
@@ -20,64 +20,64 @@ from lightning_automodel.plans.sequence import STREAM_ARGUMENTS
 def install_on_blocks(model: nn.Module, stream: Stream, layout: ContextLayout) -> None:
     """Cut the stream where it enters a block whole; must run before hooks that cut further are installed."""
     for name in stream.entry.blocks:
-        block = model.get_submodule(name)
         attention = [model.get_submodule(child) for child in layout.attention_of(name)]
         is_first, gathered = name == stream.entry.blocks[0], name in layout.gathered_blocks
-        enter = _enter_block(stream, block, attention, is_first=is_first, gathered=gathered)
-        block.register_forward_pre_hook(enter, with_kwargs=True)
-        block.register_forward_hook(lambda *_: stream.stop_drawing(), always_call=True)
-        keep_for_recomputation(block, _stream_again(stream))
+        BlockOnRows(stream, attention, is_first=is_first, gathered=gathered).install(model.get_submodule(name))
 
 
-def _enter_block(
-    stream: Stream, block: nn.Module, attention: list[nn.Module], *, is_first: bool, gathered: bool
-) -> Callable:
-    """Cut the stream, and the masks and tables beside it, outside of what a recomputation runs again."""
-    names = ordered_arguments(block)
-    streams = {names[0], *STREAM_ARGUMENTS}
+class BlockOnRows(SharedByCopies):
+    """The hooks around one block: they cut what enters whole, here, where no recomputation runs.
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        first = args[0] if args else kwargs[names[0]]
-        if is_first and stream.call.depth and (stream.rows is None or stream.whole_dim(first) is not None):
-            stream.begin(first)
-        if stream.rows is None:
+    Args:
+        stream: that the block runs on.
+        attention: modules inside of it whose attention exchanges keys or heads.
+        is_first: the sequence of a call begins here.
+        gathered: the block as a whole sees the whole sequence.
+    """
+
+    def __init__(self, stream: Stream, attention: list[nn.Module], *, is_first: bool, gathered: bool) -> None:
+        self.stream, self.attention = stream, attention
+        self.is_first, self.gathered = is_first, gathered
+        self.arguments: list[str] = []
+        self.stream_names: set[str] = set()
+
+    def install(self, block: nn.Module) -> None:
+        """Run these hooks in every forward pass of ``block``, and on the same rows in its recomputations."""
+        self.arguments = ordered_arguments(block)
+        self.stream_names = {self.arguments[0], *STREAM_ARGUMENTS}
+        block.register_forward_pre_hook(self.enter, with_kwargs=True)
+        block.register_forward_hook(self.leave, always_call=True)
+        keep_for_recomputation(block, attributes_again(self.stream, "rows", "batch", "masks", "is_checkpointed"))
+
+    def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Cut the stream, and what attention on rows takes beside it."""
+        self._begin(args[0] if args else kwargs[self.arguments[0]])
+        if self.stream.rows is None:
             return None
-        enter = stream.join if gathered else stream.cut
-        if module.training and not gathered:
-            stream.draw_for_rows()
-        stream.block, stream.is_checkpointed = module, is_checkpointed(module)
-        on_rows = bool(attention) and all(map(exchanges, attention))
+        if block.training and not self.gathered:
+            self.stream.draw_for_rows()
+        self.stream.block, self.stream.is_checkpointed = block, is_checkpointed(block)
+        on_rows = bool(self.attention) and all(map(exchanges, self.attention))
+        enter = partial(self._enter, block, on_rows)
+        return tuple(map(enter, self.arguments, args)), {name: enter(name, value) for name, value in kwargs.items()}
 
-        def mapped(name: str, value: Any) -> Any:
-            if name == "attention_mask" and on_rows and stream.call.exchange != "all_to_all":
-                stream.prepare_mask(value)
-            elif name in ROWS_OF_ATTENTION and name != "attention_mask" and on_rows:
-                return rows_of(value, name, stream, module)
-            return enter(value) if name in streams else value
+    def _begin(self, first: Any) -> None:
+        stream = self.stream
+        if self.is_first and stream.call.depth and (stream.rows is None or stream.whole_dim(first) is not None):
+            stream.begin(first)
 
-        return tuple(map(mapped, names, args)), {name: mapped(name, value) for name, value in kwargs.items()}
+    def _enter(self, block: nn.Module, on_rows: bool, name: str, value: Any) -> Any:
+        if name == "attention_mask" and on_rows and self.stream.call.exchange != "all_to_all":
+            self.stream.prepare_mask(value)
+        elif name in ROWS_OF_ATTENTION and name != "attention_mask" and on_rows:
+            return rows_of(value, name, self.stream, block)
+        if name not in self.stream_names:
+            return value
+        return self.stream.join(value) if self.gathered else self.stream.cut(value)
 
-    return hook
-
-
-def _stream_again(stream: Stream) -> Snapshot:
-    """Restore the stream as it was where the backward pass runs a single block again."""
-
-    def snapshot(block: nn.Module) -> Context:
-        then = stream.rows, stream.batch, stream.masks, stream.is_checkpointed
-
-        @contextmanager
-        def again() -> Generator[None, None, None]:
-            now = stream.rows, stream.batch, stream.masks, stream.is_checkpointed
-            stream.rows, stream.batch, stream.masks, stream.is_checkpointed = then
-            try:
-                yield
-            finally:
-                stream.rows, stream.batch, stream.masks, stream.is_checkpointed = now
-
-        return again
-
-    return snapshot
+    def leave(self, block: nn.Module, args: tuple, output: Any) -> None:
+        """Go on with random numbers that the ranks have in common."""
+        self.stream.stop_drawing()
 
 
 def _map_first(function: Callable[[Any], Any], output: Any) -> Any:
@@ -98,24 +98,37 @@ def install_on_children(model: nn.Module, stream: Stream, layout: ContextLayout)
             block.register_forward_hook(lambda module, args, output: _map_first(stream.join, output))
         for child, treatment in layout.children.items():
             if child.startswith(f"{name}."):
-                _install_child(model.get_submodule(child), treatment, stream)
+                ChildOnRows(stream, treatment).install(model.get_submodule(child))
 
 
-def _install_child(module: nn.Module, treatment: Treatment, stream: Stream) -> None:
-    if treatment is Treatment.ATTENTION:
-        bind_attention(module, stream)
+class ChildOnRows(SharedByCopies):
+    """The hooks around a child of a block: what must see the whole sequence gets it, attention exchanges instead.
 
-    def is_gathered(module: nn.Module) -> bool:
-        return stream.rows is not None and not (treatment is Treatment.ATTENTION and exchanges(module))
+    Args:
+        stream: that the block runs on.
+        treatment: of the child.
+    """
 
-    def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        return _enter_gathered(stream, module, args, kwargs) if is_gathered(module) else None
+    def __init__(self, stream: Stream, treatment: Treatment) -> None:
+        self.stream, self.treatment = stream, treatment
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> Any:
-        return _map_first(stream.cut, output) if is_gathered(module) else output
+    def install(self, child: nn.Module) -> None:
+        """Run these hooks in every forward pass of ``child``."""
+        if self.treatment is Treatment.ATTENTION:
+            bind_attention(child, self.stream)
+        child.register_forward_pre_hook(self.enter, with_kwargs=True)
+        child.register_forward_hook(self.leave, prepend=True)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, prepend=True)
+    def enter(self, child: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Gather everything that holds this rank's rows."""
+        return _enter_gathered(self.stream, child, args, kwargs) if self._is_gathered(child) else None
+
+    def leave(self, child: nn.Module, args: tuple, output: Any) -> Any:
+        """Cut what leaves."""
+        return _map_first(self.stream.cut, output) if self._is_gathered(child) else output
+
+    def _is_gathered(self, child: nn.Module) -> bool:
+        return self.stream.rows is not None and not (self.treatment is Treatment.ATTENTION and exchanges(child))
 
 
 def _enter_gathered(stream: Stream, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -1,4 +1,17 @@
-"""What the hooks of context parallelism know: of one call of a model, and of the stream of one list of blocks."""
+"""What the hooks of context parallelism know: of one call of a model, and of the stream of one list of blocks.
+
+A sequence of 16 tokens on cp=2, balanced (the numbers are tokens)::
+
+                       GPU 0            GPU 1
+    whole              0-15             0-15             ``rows`` is ``None``
+      |  first block: cut
+      v
+    rows               0-3, 12-15       4-7, 8-11        ``rows`` says who holds what
+      |  child: join          ^  child: cut
+      v                       |
+    whole again        0-15             0-15             inside of a child that is no attention on rows
+    rows  --  the model that holds the blocks: to the head as rows, whole to everything else
+"""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, split
 from lightning_automodel.distributed.logs import warn_once
-from lightning_automodel.modules.forward import attributes_again, keep_for_recomputation
+from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, ChildCollectives, SequenceLayout
@@ -47,7 +47,7 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-class BlockOnStream:
+class BlockOnStream(SharedByCopies):
     """The hooks around one block: the first cuts the stream, the last gathers it, those between hand it on.
 
     Args:
@@ -130,7 +130,7 @@ def _warn_of_other_streams(stream: Stream, block: str, value: Tensor) -> None:
 # ---- children --------------------------------------------------------------------------------------------------------
 
 
-class ChildOnStream:
+class ChildOnStream(SharedByCopies):
     """The hooks around a child of a block that sees the whole sequence: they gather what enters and cut what leaves.
 
     Args:
