@@ -1,5 +1,6 @@
 """Compares one family on a mesh with one process: what the ranks of the tests and of the benchmark do."""
 
+import hashlib
 import inspect
 import traceback
 import warnings
@@ -158,7 +159,8 @@ def differences(
 
 
 def _key(run: Run) -> str:
-    return "-".join(f"{name}={value}" for name, value in run.changes.items()) or "model"
+    """Name the folder of a model with the changes of ``run``, which may be more than fit into a name."""
+    return hashlib.sha256(repr(sorted(run.changes.items())).encode()).hexdigest()[:16]
 
 
 def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
