@@ -4,7 +4,6 @@ What stands here may break with a new release of these libraries; what stands el
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,9 +24,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
-from transformers.utils.loading_report import LoadStateDictInfo
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 # Documented ways to watch operations and to walk nested outputs, which torch keeps in modules with private names.
@@ -38,100 +36,10 @@ __all__ = [
     "OptimizedModule",
     "StridedShard",
     "TorchDispatchMode",
-    "patched_pretrained_loading",
     "revert_weight_conversion",
     "root_mesh",
     "tree_leaves",
 ]
-
-
-@contextmanager
-def patched_pretrained_loading(
-    *,
-    load: Callable,
-    initialize: Callable,
-    finalize: Callable,
-    convert: Callable,
-    set_parameter: Callable,
-    shard_operation: type,
-    dtensor_like: Callable,
-    open_file: type,
-) -> Generator[None, None, None]:
-    """Wraps steps of ``PreTrainedModel.from_pretrained`` for the duration of the context.
-
-    transformers has no public hook between building on the meta device and reading weights, which is where a model must
-    be sharded so that each rank reads its own slices only.
-
-    Args:
-        load: takes the original function first, and so the next four.
-        initialize: gives values to what the files lack.
-        finalize: the last step.
-        convert: a conversion of what was collected from the files.
-        set_parameter: gives a parameter its value.
-        shard_operation: in the place of ``DtensorShardOperation``: cuts a rank's part out of an entry of a file.
-        dtensor_like: makes a DTensor of such a part.
-        open_file: in the place of ``safetensors.safe_open``.
-    """
-    names = {
-        "_load_pretrained_model": load,
-        "_initialize_missing_keys": initialize,
-        "_finalize_model_loading": finalize,
-    }
-    originals = {name: PreTrainedModel.__dict__[name] for name in names}
-    replaced = {
-        (core_model_loading, "DtensorShardOperation"): shard_operation,
-        (core_model_loading, "_dtensor_from_local_like"): dtensor_like,
-        (core_model_loading, "set_param_for_module"): partial(set_parameter, core_model_loading.set_param_for_module),
-        (WeightConverter, "convert"): _method(convert, WeightConverter.convert),
-        (modeling_utils, "safe_open"): open_file,
-    }
-    of_module = {place: getattr(*place) for place in replaced}
-    try:
-        for (module, name), value in replaced.items():
-            setattr(module, name, value)
-        for name, function in names.items():
-            original = originals[name]
-            if isinstance(original, staticmethod):
-                setattr(PreTrainedModel, name, staticmethod(partial(function, original.__func__)))
-            else:
-                setattr(PreTrainedModel, name, _method(function, original))
-        yield
-    finally:
-        for (module, name), value in of_module.items():
-            setattr(module, name, value)
-        for name, original in originals.items():
-            setattr(PreTrainedModel, name, original)
-
-
-def empty_loading_info() -> LoadStateDictInfo:
-    """Makes the report of ``from_pretrained`` for files that held exactly what the model needs."""
-    return LoadStateDictInfo(
-        missing_keys=set(),
-        unexpected_keys=set(),
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
-    )
-
-
-@contextmanager
-def reports_on_rank_zero() -> Generator[None, None, None]:
-    """Keeps the table of missing and unexpected weights, which transformers logs on every rank, to one."""
-    log = logging.getLogger("transformers.modeling_utils")
-    before = log.disabled
-    log.disabled = before or (dist.is_initialized() and dist.get_rank() != 0)
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-def _method(function: Callable, original: Callable) -> Callable:
-    def method(self: object, *args: object, **options: object) -> object:
-        return function(original, self, *args, **options)
-
-    return method
 
 
 def unwrap_compiled(module: OptimizedModule) -> nn.Module:

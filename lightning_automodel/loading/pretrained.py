@@ -9,6 +9,7 @@
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import empty_loading_info, patched_pretrained_loading, reports_on_rank_zero
 from lightning_automodel._compat.dtensor import dtensor_like
+from lightning_automodel._compat.loading import (
+    LoadingSteps,
+    empty_loading_info,
+    patched_pretrained_loading,
+    reports_on_rank_zero,
+)
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
@@ -46,67 +52,104 @@ def sharded_loading(
         replicas: ranks that hold the same (shards, or the whole model); the first reads and sends it to the others.
         is_restored: whether a checkpoint will overwrite all weights of a model, which are then not read.
     """
-
-    @on_shards
-    def load(
-        original: Callable, model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any
-    ) -> Any:
-        refuse_quantized(model)
-        ties = tie_groups(_tie(model))
-        parallelize(model)
-        home = home_of(model, device)
-        model.__dict__["_ties_of_lightning_automodel"] = ties
-        if is_restored is not None and is_restored(model):
-            reserve(model, home)
-            return empty_loading_info(), None
-
-        def read() -> Any:
-            _warn_of_pickles(files)
-            return original(model, state_dict, files, replace(load_config, device_map={"": home}), *args)
-
-        return read() if replicas is None else _read_on_first(model, read, home, replicas)
-
-    @on_shards
-    def initialize(original: Callable, model: PreTrainedModel, *args: Any) -> None:
-        initialize_missing(model, lambda: original(model, *args), home_of(model, device))
-
-    @on_shards
-    def finalize(original: Callable, model: PreTrainedModel, load_config: Any, info: Any, *args: Any) -> Any:
-        loaded = set(model.state_dict()) - info.missing_and_mismatched()
-        with reports_on_rank_zero():
-            result = original(model, replace(load_config, device_map={"": home_of(model, device)}), info, *args)
-        note_files(model, loaded)
-        if replicas is not None:
-            copy_among_replicas(model, sorted(loaded), replicas)
-        move(model, device)
-        _check_ties(model, model.__dict__.pop("_ties_of_lightning_automodel", []))
-        return result
-
-    with patched_pretrained_loading(
-        load=load,
-        initialize=initialize,
-        finalize=finalize,
-        convert=convert,
-        set_parameter=set_parameter,
-        shard_operation=ExactShardOperation,
-        dtensor_like=dtensor_like,
-        open_file=SlicedFile,
-    ):
+    with patched_pretrained_loading(_ShardedLoading(parallelize, device, replicas, is_restored).steps()):
         yield
 
 
-def _read_on_first(model: PreTrainedModel, read: Callable, device: torch.device, replicas: ProcessGroup) -> Any:
-    result, error = None, None
-    if replicas.rank() == 0:
-        try:
-            result = read()
-        except Exception as caught:
-            error = caught
+class _ShardedLoading:
+    """Steps of ``from_pretrained`` that shard a model before its weights are read.
+
+    The states of one model::
+
+        on meta, whole  --load-->  on meta, sharded  --transformers reads-->  files' values, and gaps on meta
+                                         | a checkpoint, or another replica, brings the values: reserved memory
+                                         v
+        all values  <--initialize-- gaps drawn whole and sliced  <-------------- what nobody brings
+            |
+            +--finalize-->  ties checked, equal on all replicas, on its device
+
+    See :func:`sharded_loading` for the arguments.
+    """
+
+    def __init__(
+        self,
+        parallelize: Parallelize,
+        device: torch.device,
+        replicas: ProcessGroup | None,
+        is_restored: Callable[[PreTrainedModel], bool] | None,
+    ) -> None:
+        self.parallelize, self.device = parallelize, device
+        self.replicas, self.is_restored = replicas, is_restored
+        self.ties: dict[PreTrainedModel, list[list[str]]] = {}
+        """Of models that are being loaded: the names of each parameter that has several."""
+
+    def steps(self) -> LoadingSteps:
+        """List the steps for transformers to call."""
+        return LoadingSteps(
+            load=on_shards(self.load),
+            initialize=on_shards(self.initialize),
+            finalize=on_shards(self.finalize),
+            convert=convert,
+            set_parameter=set_parameter,
+            shard_operation=ExactShardOperation,
+            dtensor_like=dtensor_like,
+            open_file=SlicedFile,
+        )
+
+    def load(
+        self, original: Callable, model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any
+    ) -> Any:
+        """Shard ``model``, and read its weights unless they come from elsewhere."""
+        refuse_quantized(model)
+        self.ties[model] = tie_groups(_tie(model))
+        self.parallelize(model)
+        home = home_of(model, self.device)
+        if self.is_restored is not None and self.is_restored(model):
+            reserve(model, home)
+            return empty_loading_info(), None
+        read = partial(original, model, state_dict, files, replace(load_config, device_map={"": home}), *args)
+        if self.replicas is not None and self.replicas.rank() != 0:
+            return self._receive(model, home, self.replicas)
+        _warn_of_pickles(files)
+        return read() if self.replicas is None else _read_and_tell(read, self.replicas)
+
+    def _receive(self, model: PreTrainedModel, home: torch.device, replicas: ProcessGroup) -> Any:
+        """Make memory for what the first replica reads."""
+        result = _agree(None, None, replicas)
+        reserve(model, home, missing=result[0].missing_and_mismatched())
+        return result
+
+    def initialize(self, original: Callable, model: PreTrainedModel, *args: Any) -> None:
+        """Give values to what the files lack."""
+        initialize_missing(model, lambda: original(model, *args), home_of(model, self.device))
+
+    def finalize(self, original: Callable, model: PreTrainedModel, load_config: Any, info: Any, *args: Any) -> Any:
+        """Send what was read to the other replicas, and check that ties held."""
+        loaded = set(model.state_dict()) - info.missing_and_mismatched()
+        with reports_on_rank_zero():
+            result = original(model, replace(load_config, device_map={"": home_of(model, self.device)}), info, *args)
+        note_files(model, loaded)
+        if self.replicas is not None:
+            copy_among_replicas(model, sorted(loaded), self.replicas)
+        move(model, self.device)
+        _check_ties(model, self.ties.pop(model, []))
+        return result
+
+
+def _read_and_tell(read: Callable[[], Any], replicas: ProcessGroup) -> Any:
+    """Read, and send the report, or the error, to the replicas that wait for it."""
+    try:
+        result = read()
+    except Exception as error:
+        return _agree(None, error, replicas)
+    return _agree(result, None, replicas)
+
+
+def _agree(result: Any, error: Exception | None, replicas: ProcessGroup) -> Any:
+    """Returns on all replicas what the first one found, or raises on all."""
     result, failure = share((result, error and repr(error)), replicas)
     if failure is not None:
         raise error or RuntimeError(f"the process that reads the weights for this one failed: {failure}")
-    if replicas.rank() != 0:
-        reserve(model, device, missing=result[0].missing_and_mismatched())
     return result
 
 
