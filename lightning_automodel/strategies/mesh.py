@@ -86,12 +86,25 @@ class OnMesh(ParallelStrategy):
         """Return the ranks that split each layer's matrices."""
         return axis(self.device_mesh, TP).get_group()
 
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        return self._module.trainer
+
+    @property
+    def _callbacks(self) -> list["pl.Callback"]:
+        return self._trainer.callbacks  # type: ignore[attr-defined]
+
+    @property
+    def _module(self) -> "pl.LightningModule":
+        """What the user passed; ``self.model`` may wrap it, and has other names for its parameters then."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def join_mesh(self) -> None:
         """Builds the mesh when the processes have met, or takes that of a trainer before. Collective."""
         begin_run(self.root_device)
         self._device_mesh = share_mesh(self.sizes, self.root_device.type, self._timeout)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        self._module._device_mesh = self._device_mesh
         share_random_state(self.sample_group)
         self._peers.start(self._timeout)
 
@@ -112,7 +125,7 @@ class OnMesh(ParallelStrategy):
     def _step(self) -> str:
         if self.lightning_module is None:
             return ""
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         return f"{trainer.state.fn} {trainer.state.stage} {trainer.fit_loop.total_batch_idx}"
 
     def check_all_end(self) -> None:
@@ -120,8 +133,7 @@ class OnMesh(ParallelStrategy):
         gone, since nothing can be saved without them.
         """
         error = sys.exception()
-        assert self.lightning_module is not None
-        is_ending = self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
+        is_ending = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if is_ending and error is not None and not self._peers.have_all_failed(error):
             raise error
 

@@ -1,0 +1,207 @@
+"""The hooks of every strategy by which Lightning saves and loads: both kinds of checkpoint, and what "last" means."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from lightning_automodel._compat.lightning import checkpoint_path_of, is_accumulating
+from lightning_automodel._compat.progress import before_first_batch, training_loader
+from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
+from lightning_automodel.checkpointing.background import BackgroundSaver
+from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
+from lightning_automodel.checkpointing.folder import GRADIENTS
+from lightning_automodel.checkpointing.names import prefix_of, stored_names
+from lightning_automodel.checkpointing.staging import remove_checkpoint
+from lightning_automodel.checkpointing.states import restore_model
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.logs import logger
+from lightning_automodel.modules.adapted_bases import names_left_out
+from lightning_automodel.strategies.checkpoints import hooks as checkpoints
+from lightning_automodel.strategies.checkpoints.newest import Replacement
+from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
+from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples
+from lightning_automodel.strategies.mesh import OnMesh
+from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
+
+OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS)
+"""What a checkpoint of ours holds beside Lightning's."""
+
+
+class SavingStrategy(OnMesh):
+    """Mixin: a strategy that saves and loads checkpoints, whole or sharded, at once or in the background."""
+
+    _save_distributed_checkpoint: bool
+    _async_save: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._background = BackgroundSaver()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._own: dict[str, Any] = {}
+        self._restoration = checkpoints.Restoration()
+        self._replacement = Replacement()
+        self._seen = SeenSamples()
+
+    def choose_checkpoints(self, distributed: bool, in_background: bool, skips_damaged: bool) -> None:
+        """Folders or plain files, whether training goes on while a folder is written, and what "last" means.
+
+        Raises:
+            ValueError: for files in the background.
+        """
+        self._save_distributed_checkpoint, self._async_save = distributed, in_background
+        self._skips_damaged = skips_damaged
+        if in_background and not distributed:
+            raise ValueError(
+                "async_save=True writes a checkpoint folder; with save_distributed_checkpoint=False use "
+                "Trainer(plugins=AsyncCheckpointIO())"
+            )
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # see hooks.py
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._has_begun:
+            return super().lightning_module_state_dict()
+        self.check_all_end()
+        return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return checkpoints.optimizer_part(self._module, optimizer, self._save_distributed_checkpoint)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self._has_begun:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Location.of(self.broadcast(filepath))
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:  # an error may leave a step half done
+            self.check_replicas(self._module)
+        added = {
+            DESCRIPTIONS: describe_models(self._module),
+            RANDOM_NUMBERS: self._draws.state(),
+            SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
+        }
+        checkpoint = {**checkpoint, **added}
+        if "optimizer_states" in checkpoint and is_accumulating(self._trainer):
+            checkpoint[GRADIENTS] = self.accumulated_gradients()
+        if not self._save_distributed_checkpoint:
+            checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} is an option of a checkpoint in one file; use "
+                f"{type(self).__name__}(save_distributed_checkpoint=False)"
+            )
+        checkpoints.save_parts(checkpoint, path, self.data_group, self._background if self._async_save else None)
+
+    @contextmanager
+    def _saving_at_once(self) -> Generator[None, None, None]:
+        in_background, self._async_save = self._async_save, False
+        try:
+            self._background.wait()
+            yield
+        finally:
+            self._async_save = in_background
+
+    def _end_background_save(self) -> None:
+        """Returns when the last checkpoint is on disk."""
+        try:
+            self._background.close()
+        except RuntimeError as error:
+            if self.lightning_module is None or self._trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            logger.error("%s", error)  # another error ended the run, and must be the one that the user sees
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        # What a new checkpoint replaces stays until the new one is complete.
+        if self.is_global_zero:
+            self._background.afterwards(lambda: remove_checkpoint(Location.of(filepath)))
+
+    def state_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a tree of sharded tensors as it goes into a checkpoint: shards, or all on rank 0. Collective."""
+        return checkpoints.state_part(state, self._save_distributed_checkpoint)
+
+    def accumulated_gradients(self) -> dict[str, Tensor]:
+        """Collects the gradients accumulated so far, for a checkpoint between two micro-batches of a step."""
+        return checkpoints.gradient_part(self._module, self.gradient_group, self._save_distributed_checkpoint)
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._background.wait()
+        path, is_sound = self._replacement.get(Location.of(self.broadcast(checkpoint_path)))
+        self._restoration.path = path
+        checkpoint = checkpoints.load(path, weights_only, self._trainer, is_sound)
+        choose_position(checkpoint, self.data_group.rank(), self.data_group.size())
+        self._seen.load(checkpoint)
+        self._own = {key: checkpoint.pop(key) for key in OWN_ENTRIES if key in checkpoint}  # hooks see Lightning's
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            before_first_batch(
+                self._trainer, lambda loader: self._seen.go_on(self._trainer, loader, self.data_rank, self.data_size)
+            )
+        return checkpoint
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the processes have met; before, a module that is connected is whole, and a file holds it."""
+        return self._device_mesh is not None
+
+    def _is_about_to_be_restored(self, model: PreTrainedModel) -> bool:
+        """Tells whether the checkpoint of this run holds all weights of ``model``, which need not be read from
+        elsewhere.
+
+        Only where a weight that is missing after all would be an error.
+        """
+        path = checkpoint_path_of(self._trainer)
+        if path is None or not self._module.strict_loading:
+            return False
+        needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
+        return prefix_of(needed, stored_names(Location.of(path))) is not None
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self._module
+
+        def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
+            restore_model(module, checkpoint["state_dict"], strict, names_left_out(module))
+
+        self._restoration.when_set_up(restore)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        checkpoints.restore_optimizers(self._module, self.optimizers, checkpoint)
+        self._gradients = read_gradients(self._module, self._own.get(GRADIENTS, {}))
+        restore_random_state(self._own, self.data_group.rank())
+        self._draws.restore(self._own)
+
+    def return_gradients(self) -> None:
+        """Give parameters the gradients that were accumulated when the checkpoint was saved.
+
+        When training starts: the trainer zeroes them before.
+        """
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._gradients = {}
