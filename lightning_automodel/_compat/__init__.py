@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -99,7 +99,12 @@ def overlap_in_compiled_graphs(group: dist.ProcessGroup) -> None:
     enable_symm_mem_for_group(group.group_name)
 
 
-def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_policy: MixedPrecisionPolicy) -> None:
+def add_parameter_group(
+    unit: nn.Module,
+    parameters: list[nn.Parameter],
+    mp_policy: MixedPrecisionPolicy,
+    choose_dim: Callable[[nn.Parameter], Shard | None],
+) -> None:
     """Gives an FSDP2 unit one more group of parameters, with a dtype policy of its own.
 
     FSDP2 keeps several groups per unit (for parameters on different meshes); grouping by dtype is not public.
@@ -116,7 +121,7 @@ def add_parameter_group(unit: nn.Module, parameters: list[nn.Parameter], mp_poli
             first.mesh_info,
             first.post_forward_mesh_info,
             first.device,
-            None,
+            choose_dim,
             mp_policy,
             first.offload_policy,
         )

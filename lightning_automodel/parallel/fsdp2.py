@@ -18,7 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import add_parameter_group, fsdp_units, reduce_unused_parameters, tree_leaves
+from lightning_automodel._compat import (
+    add_parameter_group,
+    fsdp_units,
+    reduce_unused_parameters,
+    tree_leaves,
+)
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
@@ -35,6 +40,7 @@ from lightning_automodel.modules.structure import (
     outermost,
 )
 from lightning_automodel.parallel.autocast import widen_stream
+from lightning_automodel.parallel.dim_to_cut import DimToCut
 from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
 from lightning_automodel.plans import Layout, Plan
@@ -225,6 +231,7 @@ def shard_unit(
     policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
     others = [group for _, group in ordered[1:]]
     ignored = {p for group in others for p in group} | set(replicated)
+    choose_dim = DimToCut(mesh.size(mesh.ndim - 1))
     modules = list(modules)
     origins = [type(module).__module__ for module in modules]
     fully_shard(
@@ -234,6 +241,7 @@ def shard_unit(
         reshard_after_forward=reshard,
         offload_policy=offload,
         ignored_params=ignored,
+        shard_placement_fn=choose_dim,
     )
     # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
     for module, origin in zip(modules, origins, strict=True):
@@ -241,7 +249,7 @@ def shard_unit(
         if len(modules) > 1:
             module.register_forward_hook(_gather_for_backward)
     for group, policy in zip(others, policies[1:], strict=True):
-        add_parameter_group(modules[0], group, policy)
+        add_parameter_group(modules[0], group, policy, choose_dim)
 
 
 def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_automodel._compat import StridedShard
 from lightning_automodel.modules.structure import (
     CONTAINERS,
     KEY_VALUE_PROJECTIONS,
@@ -146,9 +147,12 @@ def _cut_sequence(layout: Layout, sequence: SequenceLayout) -> None:
 
 def _parameter_layout(name: str, parameter: nn.Parameter, style: Style | None, inside: bool) -> ParameterLayout:
     placement = style.placement(name.rpartition(".")[2], parameter.ndim) if style else Replicate()
+    if isinstance(placement, StridedShard) and parameter.ndim == 1:
+        # FSDP2 cuts dim 0 as well, and what is left of stacked parts no placement describes.
+        return ParameterLayout(Replicate(), Partial(), stacked=int(placement.split_factor))
     if not placement.is_replicate():
         return ParameterLayout(placement, placement)
-    row_bias = style is not None and style.leave in (Leave.REDUCE, Leave.REDUCE_SPLIT) and name.endswith(".bias")
+    row_bias = style is not None and style.leave in (Leave.REDUCE, Leave.REDUCE_SPLIT) and name.endswith("bias")
     partial = inside or row_bias or (style is not None and style.partial)
     return ParameterLayout(placement, Partial() if partial else Replicate(), on_first_rank=row_bias)
 

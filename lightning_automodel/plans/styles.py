@@ -87,23 +87,27 @@ class Style:
 
 
 def _rows(name: str, ndim: int) -> Placement:
-    """Places output features: dim 0 of a matrix or a bias, the last but one of stacked matrices."""
-    return Shard(max(ndim - 2, 0))
+    """Places output features: dim 0 of a matrix, the last but one of stacked matrices, the last of biases."""
+    return Shard(_dim_of_rows(name, ndim))
 
 
 def _columns(name: str, ndim: int) -> Placement:
     """Places input features; a bias belongs to the sum and stays whole."""
-    return Replicate() if name == "bias" else Shard(ndim - 1)
+    return Replicate() if name.endswith("bias") else Shard(ndim - 1)
 
 
 def _packed_rows(name: str, ndim: int) -> Placement:
     """Places two matrices (gate and up) one above the other: a shard of each."""
-    return Shard(0) if ndim == 1 else strided_shard(ndim - 2, 2)
+    return strided_shard(_dim_of_rows(name, ndim), 2)
 
 
 def _packed_columns(name: str, ndim: int) -> Placement:
     """Places two matrices side by side: a shard of each."""
-    return Replicate() if ndim == 1 else strided_shard(ndim - 1, 2)
+    return Replicate() if name.endswith("bias") else strided_shard(ndim - 1, 2)
+
+
+def _dim_of_rows(name: str, ndim: int) -> int:
+    return ndim - 1 if name.endswith("bias") else max(ndim - 2, 0)
 
 
 def _dim(dim: int) -> Callable[[str, int], Placement]:

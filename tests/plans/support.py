@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from tests.support.comparison import Schedule
@@ -55,6 +56,29 @@ def build_opt() -> nn.Module:
         use_cache=False,
     )
     return with_vectors(OPTForCausalLM(config))
+
+
+class Packed(nn.Module):
+    """A feed-forward network whose gate and up projections are one matrix, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(48, 128), nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(functional.silu(gate) * up)
+
+
+PACKED_PLAN = {"model.layers.*.mlp.gate_up": "packed_colwise", "model.layers.*.mlp.down": "rowwise"}
+
+
+def build_packed() -> nn.Module:
+    """The model of :func:`build_llama` with packed projections."""
+    model = build_llama()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.mlp = Packed()
+    return model
 
 
 _LAYER = "model.decoder.layers.*"

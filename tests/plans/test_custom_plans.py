@@ -1,5 +1,6 @@
 """Plans of users: the documented one is exact, heads are divided, and what would give other numbers is an error."""
 
+import copy
 import re
 from dataclasses import replace
 from functools import partial
@@ -14,10 +15,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.testing.pool import Pool
-from tests.plans.support import BOUND, SCHEDULE, build_llama, build_opt
+from tests.plans.support import BOUND, PACKED_PLAN, SCHEDULE, build_llama, build_opt, build_packed
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
 
@@ -58,6 +61,7 @@ def errors() -> dict[str, tuple[float, str]]:
         **{name: (partial(tiny_model, name), plan) for name, plan in plans.items()},
         "fused": (partial(tiny_model, "persimmon"), FUSED),
         "gated": (partial(tiny_model, "moshi"), GATED),
+        "packed": (build_packed, PACKED_PLAN),
         "residual inside": (partial(tiny_model, "mpt"), ADDS),
     }
     return {name: _error(build, plan) for name, (build, plan) in cases.items()}
@@ -81,6 +85,21 @@ def _error(build: Any, plan: Any, length: int = 12, sequence_parallel: bool = Fa
 def test_custom_plans_are_exact(pool2: Pool) -> None:
     for found in pool2.run(errors) + pool2.run(errors_of_cut_streams):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+def packed_on_data_ranks() -> tuple[float, list[str]]:
+    """Runs on each rank: the error of training, and parameters of which DTensor gathers another tensor."""
+    config = FSDP2Config(tp_plan=PACKED_PLAN)
+    sizes, reference = {"dp_shard": 2, "tp": 2}, build_packed()
+    model = parallelize(copy.deepcopy(reference), build_mesh(resolve_sizes(4, **sizes), "cpu"), config)
+    wrong = [n for n, p in model.named_parameters() if not p.full_tensor().equal(reference.get_parameter(n))]
+    return compare(build_packed, sizes, 4, SCHEDULE, config).largest[0], wrong
+
+
+def test_stacked_matrices_are_cut_on_columns_by_data_ranks(pool4: Pool) -> None:
+    for error, wrong in pool4.run(packed_on_data_ranks):
+        assert error < BOUND
+        assert wrong == []
 
 
 def test_the_documented_plan_leaves_no_matrix_of_a_layer_whole() -> None:
