@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 _AROUND = "_around_attention_functions"
 _INSTALLED = "_asks_modules"
+MASKS_ARE_TENSORS = ("sdpa", "eager")
+"""Attention functions whose masks are tensors [batch, 1, queries, keys]."""
 
 
 def route_attention(module: nn.Module, around: Callable[..., Any]) -> None:
@@ -38,6 +41,19 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(module, *args, **kwargs) if around is None else around(function, module, *args, **kwargs)
 
     return ask
+
+
+def route_masks(around: Callable[..., Any]) -> None:
+    """From now on transformers calls ``around(function, **arguments)`` in the place of functions that build masks.
+
+    They are registered by name, for all models of the process: ``around`` finds out whom a call concerns.
+    """
+    registered = AttentionMaskInterface()
+    for name in MASKS_ARE_TENSORS:
+        if not hasattr(registered[name], _INSTALLED):
+            routed = functools.wraps(registered[name])(functools.partial(around, registered[name]))
+            setattr(routed, _INSTALLED, True)
+            AttentionMaskInterface.register(name, routed)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel._compat.attention import route_attention
+from lightning_automodel._compat.attention import MASKS_ARE_TENSORS, route_attention
 from lightning_automodel.distributed.sequence_rows import Rows
 from lightning_automodel.modules.forward import recomputation_context
 from lightning_automodel.modules.structure import class_names
@@ -15,15 +15,12 @@ from lightning_automodel.parallel.context.exchange_gather import attend_to_gathe
 from lightning_automodel.parallel.context.state import Stream
 from lightning_automodel.plans.context import ROWS_OF_ATTENTION
 
-EXCHANGED = ("sdpa", "eager")
-"""Attention functions whose masks are tensors; with others an attention module sees the whole sequence."""
-
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def exchanges(module: nn.Module) -> bool:
-    """Tells whether the attention function that ``module`` uses now can work on rows of queries."""
-    return implementation(module) in EXCHANGED
+    """Tells whether the attention function that ``module`` uses now takes masks that can be cut into rows."""
+    return implementation(module) in MASKS_ARE_TENSORS
 
 
 def implementation(module: nn.Module) -> str | None:
@@ -89,7 +86,7 @@ def _attend(
     """Attend with query [batch, heads, rows, dim] to key and value of all ranks: [batch, rows, heads, dim]."""
     assert stream.rows is not None
     _check(stream.rows, module, query, key, attention_mask, kwargs)
-    by_heads = stream.chooses_heads(module, query, key, value)
+    by_heads = stream.chooses_heads(module, query, key, value, attention_mask)
     mask, bounds = (attention_mask, None) if by_heads else stream.own_mask(attention_mask)
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -115,7 +112,7 @@ def _check(
     for what, value in (("queries", query), ("keys", key)):
         if value.shape[2] != rows.count:
             raise ValueError(_beside(name, f"{what} {list(value.shape)} are not its {rows.count} rows"))
-    if mask is not None and (mask.shape[-1] != rows.length or mask.shape[-2] not in (1, rows.length)):
+    if mask is not None and (mask.shape[-1] != rows.length or mask.shape[-2] not in (1, rows.count, rows.length)):
         raise ValueError(_beside(name, f"its mask {list(mask.shape)} is not [..., {rows.length}, {rows.length}]"))
     for key_name, extra in kwargs.items():
         if isinstance(extra, Tensor) and extra.ndim > 2 and key_name not in ROWS_OF_ATTENTION:

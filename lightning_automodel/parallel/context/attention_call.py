@@ -1,10 +1,13 @@
 """One call of an attention function, which the exchanges make in parts."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_automodel.distributed.sequence_rows import Bounds, Rows
 from lightning_automodel.modules.forward import Context
@@ -35,6 +38,21 @@ class AttentionCall:
     args: tuple
     kwargs: dict[str, Any]
     again: Context | None
+
+    def keeping_little(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Call ``function(*tensors)``; the backward pass calls it again, where no recomputation does anyway.
+
+        A function of attention keeps what its mask adds to scores, layer by layer, and an eager one the scores.
+        """
+        again = self.again
+        if again is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return function(*tensors)
+        # The function may read parameters of its module (sinks): they must be those of the forward pass.
+        options: dict[str, Any] = {
+            "preserve_rng_state": self.dropout > 0,
+            "context_fn": lambda: (nullcontext(), again()),
+        }
+        return checkpoint(function, *tensors, use_reentrant=False, **options)
 
     @property
     def dropout(self) -> float:

@@ -47,13 +47,16 @@ class BlockOnRows(SharedByCopies):
         self.stream_names = {self.arguments[0], *STREAM_ARGUMENTS}
         block.register_forward_pre_hook(self.enter, with_kwargs=True)
         block.register_forward_hook(self.leave, always_call=True)
-        keep_for_recomputation(block, attributes_again(self.stream, "rows", "batch", "masks", "is_checkpointed"))
+        keep_for_recomputation(
+            block, attributes_again(self.stream, "rows", "batch", "row_masks", "masks", "is_checkpointed")
+        )
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Cut the stream, and what attention on rows takes beside it."""
         self._begin(args[0] if args else kwargs[self.arguments[0]])
+        whole_mask = self.stream.whole_mask
         if self.stream.rows is None:
-            return None
+            return tuple(map(whole_mask, args)), {name: whole_mask(value) for name, value in kwargs.items()}
         if block.training and not self.gathered:
             self.stream.draw_for_rows()
         self.stream.block, self.stream.is_checkpointed = block, is_checkpointed(block)
@@ -72,7 +75,7 @@ class BlockOnRows(SharedByCopies):
         elif name in ROWS_OF_ATTENTION and name != "attention_mask" and on_rows:
             return rows_of(value, name, self.stream, block)
         if name not in self.stream_names:
-            return value
+            return self.stream.whole_mask(value) if self.gathered else value
         return self.stream.join(value) if self.gathered else self.stream.cut(value)
 
     def leave(self, block: nn.Module, args: tuple, output: Any) -> None:
@@ -132,8 +135,12 @@ class ChildOnRows(SharedByCopies):
 
 
 def _enter_gathered(stream: Stream, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Gather everything that holds this rank's rows; masks and positions are whole anyway."""
-    joined = tuple(map(stream.join, args)), {name: stream.join(value) for name, value in kwargs.items()}
+    """Gather everything that holds this rank's rows, masks too; positions are whole anyway."""
+
+    def join(value: Any) -> Any:
+        return stream.whole_mask(stream.join(value))
+
+    joined = tuple(map(join, args)), {name: join(value) for name, value in kwargs.items()}
     first = next(iter((*joined[0], *joined[1].values())), None)
     if stream.whole_dim(first) is None:
         shape = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__

@@ -53,8 +53,12 @@ def attend_by_heads(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
     module = _SomeHeads(call.module, heads, times, rows)
     mask = _own_heads(call.mask, 1, heads, rows)
     kwargs = {name: _own_heads(x, 0, heads, rows) for name, x in call.kwargs.items()}
-    query, key, value = (rows_to_heads(x, rows) for x in (query, key, value))
-    output, _ = call.function(module, query, key, value, mask, *call.args, **kwargs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return call.function(module, query, key, value, mask, *call.args, **kwargs)[0]
+
+    of_heads = [rows_to_heads(x, rows) for x in (query, key, value)]
+    output = attend(*of_heads) if mask is None else call.keeping_little(attend, *of_heads)
     return heads_to_rows(output.transpose(1, 2), rows).transpose(1, 2)
 
 

@@ -9,13 +9,9 @@
 Nothing whole is kept for the backward pass, which gathers keys and values again.
 """
 
-from contextlib import nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils.checkpoint import checkpoint
 
 from lightning_automodel.distributed.sequence_rows import Bounds, Rows, gather_parts
 from lightning_automodel.parallel.context.attention_call import AttentionCall
@@ -37,15 +33,7 @@ def attend_to_gathered(call: AttentionCall, query: Tensor, key: Tensor, value: T
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _attend_by_chunks(call, query, *gather_keys(key, value, call.rows))
 
-    again = call.again
-    if again is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # The function may read parameters of its module (sinks): they must be those of the forward pass.
-        options: dict[str, Any] = {
-            "preserve_rng_state": call.dropout > 0,
-            "context_fn": lambda: (nullcontext(), again()),
-        }
-        return checkpoint(attend, query, key, value, use_reentrant=False, **options)
-    return attend(query, key, value)
+    return call.keeping_little(attend, query, key, value)
 
 
 def gather_keys(key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,8 @@ def install_on_models(model: nn.Module, call: Pass, streams: list[Stream], layou
         around = ModelOnRows(call, streams, name not in layout.holders and all(on_the_way))
         around.begin_with(inner)
         if name in layout.holders:
-            HolderOnRows(call, [s for s in streams if s.entry.holder == name]).install(inner)
+            own = [stream for stream in streams if stream.entry.holder == name]
+            HolderOnRows(call, own, _has_attention_on_rows(own, layout)).install(inner)
         around.end_with(inner)
         if computes_loss(inner):
             function: Any = inner.loss_function
@@ -37,6 +38,10 @@ def install_on_models(model: nn.Module, call: Pass, streams: list[Stream], layou
 
 def _is_inside(other: str, name: str, layout: ContextLayout) -> bool:
     return other not in layout.holders and (other == name or not name or other.startswith(f"{name}."))
+
+
+def _has_attention_on_rows(streams: list[Stream], layout: ContextLayout) -> bool:
+    return any(layout.attention_of(block) for stream in streams for block in stream.entry.blocks)
 
 
 def _rows_at_head(call: Pass) -> Rows | None:
@@ -101,6 +106,7 @@ class ModelOnRows(SharedByCopies):
         if call.depth:
             return output
         rows, call.rows = _rows_at_head(call), None
+        call.stop_building()
         for stream in self.streams:
             stream.end()
         if rows is None or not call.has_labels:
@@ -149,10 +155,11 @@ class HolderOnRows(SharedByCopies):
     Args:
         call: that is running.
         streams: of its lists.
+        masks_by_rows: its masks are built by rows where a call may be cut.
     """
 
-    def __init__(self, call: Pass, streams: list[Stream]) -> None:
-        self.call, self.streams = call, streams
+    def __init__(self, call: Pass, streams: list[Stream], masks_by_rows: bool) -> None:
+        self.call, self.streams, self.masks_by_rows = call, streams, masks_by_rows
         self.arguments: list[str] = []
 
     def install(self, holder: nn.Module) -> None:
@@ -166,6 +173,8 @@ class HolderOnRows(SharedByCopies):
         names, given = self.arguments, {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         first = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
         self.call.shape = tuple(first.shape[:2]) if isinstance(first, Tensor) else ()
+        if self.masks_by_rows:
+            self.call.build_row_masks()
         if not self.call.allowed or "use_cache" not in names or names.index("use_cache") < len(args):
             return None
         return args, {**kwargs, "use_cache": False}
@@ -173,6 +182,7 @@ class HolderOnRows(SharedByCopies):
     def leave(self, holder: nn.Module, args: tuple, output: Any) -> Any:
         """Hand hidden states on as rows where they go to the head, and whole otherwise, as all else that is rows."""
         rows = self.call.rows
+        self.call.stop_building()
         for stream in self.streams:
             stream.end()
         if rows is None:

@@ -27,6 +27,7 @@ from lightning_automodel.distributed.sequence_rows import Bounds, Rows, gather_p
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.context.exchange_all_to_all import elements_moved, why_not
 from lightning_automodel.parallel.context.exchange_gather import seen_keys
+from lightning_automodel.parallel.context.masks import RowMasks, building_rows
 from lightning_automodel.plans.context import BlockList
 
 
@@ -45,6 +46,8 @@ class Pass:
         shape: batch and tokens of what the model around the blocks reads.
         rows: of the last list of blocks that ran; ``None``: it ran on the whole sequence.
         batch: rows of the batch.
+        row_masks: what mask functions build while the model around the blocks runs; ``None``: whole masks.
+        building: what ends that.
     """
 
     group: ProcessGroup
@@ -57,6 +60,20 @@ class Pass:
     shape: tuple[int, ...] = ()
     rows: Rows | None = None
     batch: int = 0
+    row_masks: RowMasks | None = None
+    building: ExitStack = field(default_factory=ExitStack)
+
+    def build_row_masks(self) -> None:
+        """From now on masks of the sequence are built by rows, unless heads are exchanged, which needs them whole."""
+        rows = self.divide(self.shape[1]) if len(self.shape) == 2 and self.exchange != "all_to_all" else None
+        if rows is not None:
+            self.row_masks = RowMasks(rows)
+            self.building.enter_context(building_rows(self.row_masks))
+
+    def stop_building(self) -> None:
+        """Build whole masks again."""
+        self.building.close()
+        self.row_masks = None
 
     @property
     def scale(self) -> float:
@@ -80,6 +97,7 @@ class Stream:
         rows: who holds what; ``None``: the stream is whole.
         batch: rows of the batch.
         cut_already: rows of masks and tables of this forward pass, beside the whole ones, by the identity of those.
+        row_masks: those of the call, also while a block is computed again.
         masks: by the identity of a mask, the mask, its own rows, and which keys each chunk of them sees.
         is_checkpointed: the block that runs is computed again in the backward pass.
         block: that runs.
@@ -91,6 +109,7 @@ class Stream:
     rows: Rows | None = None
     batch: int = 0
     cut_already: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    row_masks: RowMasks | None = None
     masks: dict[int, tuple[Tensor, Tensor, list[Bounds]]] = field(default_factory=dict)
     is_checkpointed: bool = False
     block: nn.Module | None = None
@@ -98,7 +117,7 @@ class Stream:
 
     def end(self) -> None:
         """Forget the sequence when its list of blocks is through."""
-        self.rows = None
+        self.rows, self.row_masks = None, None
         self.cut_already, self.masks = {}, {}
 
     def draw_for_rows(self) -> None:
@@ -132,6 +151,7 @@ class Stream:
         self.rows = self.call.divide(value.shape[at]) if known else None
         self.batch = value.shape[at - 1]
         self.cut_already, self.masks = {}, {}
+        self.row_masks = self.call.row_masks
         self.call.rows, self.call.batch = self.rows, self.batch
 
     def cut(self, value: Any) -> Any:
@@ -144,27 +164,41 @@ class Stream:
         dim = self.rows_dim(value)
         return value if dim is None else gather_parts(value, dim, self._rows)
 
+    def whole_mask(self, value: Any) -> Any:
+        """Join a mask that was built by rows; other values stay."""
+        return value if self.row_masks is None else self.row_masks.whole(value)
+
     def prepare_mask(self, mask: Any) -> None:
-        """Find what queries of this rank need of ``mask``, outside of what a recomputation runs again."""
-        has_rows = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2] == self._rows.length
-        if has_rows and id(mask) not in self.masks:
-            own = self._rows.cut(mask, -2)
-            self.masks[id(mask)] = mask, own, seen_keys(own, self._rows)
+        """Find what queries of this rank need of ``mask``, outside of what a recomputation runs again.
+
+        Raises:
+            ValueError: if it has as many rows as this rank, and was not built by rows.
+        """
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2] == 1 or id(mask) in self.masks:
+            return
+        if mask.shape[-2] == self._rows.count and (self.row_masks is None or id(mask) not in self.row_masks.built):
+            raise ValueError(
+                f"context parallelism built {self._rows.count} rows of a mask, and the model changed them before its "
+                'blocks, which may have needed all of them; use cp_exchange="all_to_all", which builds whole masks'
+            )
+        own = self._own_rows(mask)
+        self.masks[id(mask)] = mask, own, seen_keys(own, self._rows)
 
     def own_mask(self, mask: Tensor | None) -> tuple[Tensor | None, list[Bounds] | None]:
-        """Returns the rows of ``mask`` that belong to this rank's queries, and which keys they see, if that is
-        known.
-        """
+        """Take the rows of ``mask`` that belong to this rank's queries, and the keys they see, if those are known."""
         if mask is None or mask.shape[-2] == 1:
             return mask, None
         if torch.compiler.is_compiling() or id(mask) not in self.masks:
-            return self._rows.cut(mask, -2), None
+            return self._own_rows(mask), None
         return self.masks[id(mask)][1:]
 
-    def chooses_heads(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Tells whether ``module`` exchanges heads and not keys."""
+    def _own_rows(self, mask: Tensor) -> Tensor:
+        return self._rows.cut(mask, -2) if mask.shape[-2] == self._rows.length else mask
+
+    def chooses_heads(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """Tells whether ``module`` exchanges heads and not keys; a mask of rows is enough for keys only."""
         wanted, ranks, name = self.call.exchange, self.call.group.size(), class_names(module)[0]
-        if wanted == "gather":
+        if wanted == "gather" or (mask is not None and mask.shape[-2] == self._rows.count):
             return False
         if reason := why_not(query, ranks):
             if wanted == "all_to_all":

@@ -72,7 +72,7 @@ CASES = st.builds(
     edge=st.integers(1, 4),
     labels=st.sampled_from([1.0, 0.6, 0.2]),
     balanced=st.booleans(),
-    exchange=st.sampled_from(["gather", "all_to_all"]),
+    exchange=st.sampled_from(["gather", "all_to_all", "auto"]),
     implementation=st.sampled_from(["sdpa", "eager"]),
 )
 
