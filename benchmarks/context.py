@@ -10,7 +10,7 @@ which are real, so their sequences are shorter.
 import argparse
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ from lightning_automodel.loss import vocab_parallel
 from lightning_automodel.loss.install import install_loss
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
-from lightning_automodel.parallel.context import ContextParallel
+from lightning_automodel.parallel.context import ContextParallel, state
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.context import derive_context_layout
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -123,7 +123,8 @@ def _fake(length: int, cp: int, exchange: str) -> tuple[int, int]:
     no_packing = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     no_check = mock.patch.object(vocab_parallel, "check_targets", return_value=None)
     no_logits = mock.patch.object(RowLogits, "of_rows", lambda own, *_: own)
-    with FakeTensorMode(), no_packing, no_check, no_logits:
+    no_draws = mock.patch.object(state, "drawing_aside", return_value=nullcontext())  # no values, no seeds
+    with FakeTensorMode(), no_packing, no_check, no_logits, no_draws:
         model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
         install_loss(model, axis(mesh, TP), FSDP2Config())
         if cp > 1:

@@ -8,6 +8,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.sequence_rows import Rows
 
+_Move = Callable[[Tensor, Rows], Tensor]
+
 
 def rows_to_heads(x: Tensor, rows: Rows) -> Tensor:
     """Exchange [batch, heads, rows, dim] for [batch, heads / ranks, seq, dim]; the gradient goes the other way."""
-    return _RowsToHeads.apply(x, rows)
+    return _Exchange.apply(x, rows, _to_heads, _to_rows)
 
 
 def heads_to_rows(x: Tensor, rows: Rows) -> Tensor:
     """Exchange [batch, heads / ranks, seq, dim] for [batch, heads, rows, dim]; the gradient goes the other way."""
-    return _HeadsToRows.apply(x, rows)
+    return _Exchange.apply(x, rows, _to_rows, _to_heads)
 
 
 def _to_heads(x: Tensor, rows: Rows) -> Tensor:
@@ -51,23 +54,12 @@ def _all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], group: Proce
     return [piece.view(shape) for piece, shape in zip(out.split(sizes), shapes, strict=True)]
 
 
-class _RowsToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        return _to_heads(x, rows)
+    def forward(ctx: Any, x: Tensor, rows: Rows, there: _Move, back: _Move) -> Tensor:
+        ctx.rows, ctx.back = rows, back
+        return there(x, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_rows(grad, ctx.rows), None
-
-
-class _HeadsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        return _to_rows(x, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.rows), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.rows), None, None, None

@@ -122,8 +122,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute torch's cross entropy; ``logits`` is [tokens, vocab], or [batch, vocab, ...]."""
-    is_usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
-    if not is_usual or logits.dim != (1 if logits.local.ndim > 1 else 0):
+    if target.is_floating_point() or not _is_plain(logits, weight, size_average, reduce):
         return NotImplemented
     shard = VocabShard(logits.size, logits.start, logits.mesh.get_group())
     local, flat = logits.last(), target.reshape(-1)
@@ -145,13 +144,17 @@ def _nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    is_usual = weight is None and size_average is None and reduce is None
-    if not is_usual or logits.dim != (1 if logits.local.ndim > 1 else 0):
+    if not _is_plain(logits, weight, size_average, reduce):
         return NotImplemented
     check_targets(target, logits.size, ignore_index)
     counts = target != ignore_index
     picked = logits.pick(torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
     return _reduced(torch.where(counts, -picked, 0), counts, reduction)
+
+
+def _is_plain(logits: Slices, *rare: Any) -> bool:
+    """Tell whether the vocabulary stands where torch's losses expect it, and no rare argument is given."""
+    return all(x is None for x in rare) and logits.dim == (1 if logits.local.ndim > 1 else 0)
 
 
 def _reduced(losses: Tensor, counts: Tensor, reduction: str) -> Any:

@@ -1,6 +1,7 @@
 """Tiny models and custom plans for the tests of the functional API."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from tests.support.comparison import Schedule
 
 BOUND = 1e-5
 SCHEDULE = Schedule(steps=2, length=12)
+SIZES: dict[str, Any] = dict(hidden_size=48, num_attention_heads=4, vocab_size=131, use_cache=False)
 
 
 def with_vectors(model: nn.Module) -> nn.Module:
@@ -28,15 +30,7 @@ def build_llama() -> nn.Module:
     """With a vocabulary and a feed-forward width that two ranks do not divide."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=65,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=131,
-        mlp_bias=True,
-        use_cache=False,
+        **SIZES, intermediate_size=65, num_hidden_layers=3, num_key_value_heads=2, head_dim=8, mlp_bias=True
     )
     return with_vectors(LlamaForCausalLM(config))
 
@@ -45,15 +39,7 @@ def build_opt() -> nn.Module:
     """A model that publishes no plan."""
     torch.manual_seed(0)
     config = OPTConfig(
-        hidden_size=48,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=131,
-        max_position_embeddings=64,
-        word_embed_proj_dim=48,
-        dropout=0.0,
-        use_cache=False,
+        **SIZES, ffn_dim=64, num_hidden_layers=2, max_position_embeddings=64, word_embed_proj_dim=48, dropout=0.0
     )
     return with_vectors(OPTForCausalLM(config))
 

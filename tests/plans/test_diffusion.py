@@ -22,6 +22,7 @@ from tests.support.comparison import Batch, Schedule, compare
 diffusers = pytest.importorskip("diffusers")
 
 TEXT, FRAMES, SIDE = 7, 2, 4
+SIZES: dict[str, Any] = dict(in_channels=3, out_channels=3, num_attention_heads=4, attention_head_dim=12, num_layers=2)
 LAYOUTS = {2: {"tp": 2}, 4: {"dp_shard": 2, "tp": 2}}
 
 
@@ -39,26 +40,13 @@ class Denoiser(nn.Module):
 
 def wan(**changes: Any) -> nn.Module:
     return diffusers.WanTransformer3DModel(
-        num_attention_heads=4,
-        attention_head_dim=12,
-        in_channels=3,
-        out_channels=3,
-        text_dim=20,
-        freq_dim=16,
-        ffn_dim=64,
-        num_layers=2,
-        rope_max_seq_len=32,
-        **changes,
+        **SIZES, text_dim=20, freq_dim=16, ffn_dim=64, rope_max_seq_len=32, **changes
     )
 
 
 def hunyuan() -> nn.Module:
     return diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=3,
-        out_channels=3,
-        num_attention_heads=4,
-        attention_head_dim=12,
-        num_layers=2,
+        **SIZES,
         num_refiner_layers=2,
         mlp_ratio=2.0,
         text_embed_dim=20,
@@ -70,17 +58,13 @@ def hunyuan() -> nn.Module:
 
 def ltx2(rope_type: str) -> nn.Module:
     return diffusers.LTX2VideoTransformer3DModel(
-        in_channels=3,
-        out_channels=3,
-        num_attention_heads=4,
-        attention_head_dim=12,
+        **SIZES,
         cross_attention_dim=48,
         audio_in_channels=3,
         audio_out_channels=3,
         audio_num_attention_heads=4,
         audio_attention_head_dim=6,
         audio_cross_attention_dim=24,
-        num_layers=2,
         caption_channels=20,
         rope_type=rope_type,
         gated_attn=True,
