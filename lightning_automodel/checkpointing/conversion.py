@@ -62,11 +62,10 @@ def export(
     state = {clean_name(name): value for name, value in content["state_dict"].items()}
     if description.adapters:
         _export_adapters(description, state, directory, merge, kind, max_shard_size)
-        _write_tokenizer(tokenizer or description.source, directory, is_wanted=tokenizer is not None)
-        return
-    built = description.build()
-    prefix = _prefix(built, description, state, path)
-    write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
+    else:
+        built = description.build()
+        prefix = _prefix(built, description, state, path)
+        write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
     _write_tokenizer(tokenizer or description.source, directory, is_wanted=tokenizer is not None)
 
 

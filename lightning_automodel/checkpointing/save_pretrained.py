@@ -8,6 +8,7 @@ by transformers.
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -87,11 +88,7 @@ def _save_pretrained(
         ValueError: for ``distributed_checkpoint=True``, or if ranks pass different things.
         RuntimeError: if not all ranks call it, or rank 0 could not write.
     """
-    if distributed_checkpoint:
-        raise ValueError(
-            "save_pretrained(distributed_checkpoint=True): use trainer.save_checkpoint, which writes a part per rank"
-        )
-    parse_size(max_shard_size)
+    _check_options(distributed_checkpoint, max_shard_size)
     for unit in fsdp_units(vars(model)[_ROOT]):
         unit.reshard()  # a root that is gathered has other parameters
     _check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
@@ -100,21 +97,17 @@ def _save_pretrained(
         write_sharded(model, target, max_shard_size=max_shard_size, variant=variant)
         return
     whole = _gather(model, model.state_dict() if state_dict is None else state_dict)
-    options = dict(
-        push_to_hub=push_to_hub,
-        max_shard_size=max_shard_size,
-        variant=variant,
-        token=token,
-        save_peft_format=save_peft_format,
-        save_original_format=save_original_format,
-        **kwargs,
-    )
+    given = (push_to_hub, max_shard_size, variant, token, save_peft_format, save_original_format)
+    write = partial(type(model).save_pretrained, model, save_directory, is_main_process, whole, *given, **kwargs)
+    _raise_on_all(lambda: write() if dist.get_rank() == 0 else None)
 
-    def write() -> None:
-        if dist.get_rank() == 0:
-            type(model).save_pretrained(model, save_directory, is_main_process, whole, **options)
 
-    _raise_on_all(write)
+def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> None:
+    if distributed_checkpoint:
+        raise ValueError(
+            "save_pretrained(distributed_checkpoint=True): use trainer.save_checkpoint, which writes a part per rank"
+        )
+    parse_size(max_shard_size)
 
 
 def _has_more_than_weights(model: PreTrainedModel) -> bool:

@@ -48,35 +48,49 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
         dynamic: ``True``: one graph for all lengths. ``False``: a graph per length. ``None``: for the first length, and
             then one for all.
     """
-    blocks = list(blocks)
     allow_records_in_checkpoints()
-    # Half of a checkpointed block cannot fall back to eager: the recomputation would lack what hooks put in place.
-    compiled = {
-        whole: torch.compile(_run, backend=backend, dynamic=dynamic, fullgraph=whole) for whole in (False, True)
-    }
+    compiled = _CompiledForward(backend, dynamic)
+    for block in blocks:
+        wrap_forward(block, compiled)
 
-    def around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if is_followed(block):
-            return forward(*args, **kwargs)
-        if draws_in_slices(block):
-            warn_once(_cannot_draw(block))
+
+class _CompiledForward:
+    """Run the forward passes of blocks in graphs that they share, or uncompiled where a graph would be wrong.
+
+    Half of a checkpointed block cannot fall back to eager, since the recomputation would lack what hooks put in place:
+    such a block is one graph, or none.
+    """
+
+    def __init__(self, backend: str, dynamic: bool | None) -> None:
+        self._compiled = {
+            whole: torch.compile(_run, backend=backend, dynamic=dynamic, fullgraph=whole) for whole in (False, True)
+        }
+
+    def __call__(self, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if _is_eager(block):
             return forward(*args, **kwargs)
         if block.training:
             kwargs = without_cache(kwargs)
         elif has_cache(kwargs):
             return forward(*args, **kwargs)
-        recordings = recordings_of_call()
-        whole = is_checkpointed(block)
+        recordings, whole = recordings_of_call(), is_checkpointed(block)
         if whole and recordings:
             warn_once(_cannot_record(block, recordings))
             return forward(*args, **kwargs)
-        output, recorded = compiled[whole](forward, tuple(recordings), args, kwargs)
+        output, recorded = self._compiled[whole](forward, tuple(recordings), args, kwargs)
         for key, values in recorded.items():
             recordings[key] += values
         return output
 
-    for block in blocks:
-        wrap_forward(block, around)
+
+def _is_eager(block: nn.Module) -> bool:
+    """Tell whether operations of ``block`` are watched, or draw other numbers than a graph would."""
+    if is_followed(block):
+        return True
+    if draws_in_slices(block):
+        warn_once(_cannot_draw(block))
+        return True
+    return False
 
 
 def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:

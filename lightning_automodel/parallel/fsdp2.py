@@ -8,7 +8,6 @@ of their own.
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -28,19 +27,17 @@ from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.loading.host_offload import offload_policy_for
-from lightning_automodel.loss.install import defers_logits
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import (
     class_names,
-    find_independent_blocks,
     find_large_ends,
     find_towers,
     is_kept_in_float32,
     last_blocks,
-    outermost,
 )
 from lightning_automodel.parallel.autocast import widen_stream
 from lightning_automodel.parallel.dim_to_cut import DimToCut
+from lightning_automodel.parallel.fsdp2_units import blocks_of_their_own, group_blocks, parameters_of, reshards
 from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
 from lightning_automodel.plans import Layout, Plan
@@ -94,25 +91,19 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without
             blocks.
     """
-    blocks, towers = find_independent_blocks(model), find_towers(model)
-    if config.tower_policy != "per_layer":
-        blocks = {name: block for name, block in blocks.items() if outermost(list(towers), name) is None}
+    towers = find_towers(model)
+    blocks = blocks_of_their_own(model, towers, config)
     replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
-    inside = policy_of_blocks(model, config, mp_policy)
-    in_float32 = find_float32(model)
+    inside, in_float32 = policy_of_blocks(model, config, mp_policy), find_float32(model)
     embedding, head = find_large_ends(model)
     grouped = group_blocks(model, blocks, config.fsdp2_min_num_params)
     units = [unit for unit in (embedding, *grouped, head) if unit]
-    first_in_backward = last_blocks(model, blocks) | head.keys()  # not worth freeing in between
-    read_later = head.keys() if defers_logits(config) else set()  # by the loss, when the head's own forward is over
+    first_in_backward = last_blocks(model, blocks) | head.keys()
     for unit in units:
-        reshard = config.reshard_after_forward
-        if reshard is None:
-            reshard = first_in_backward.isdisjoint(unit)
-        reshard = reshard if read_later.isdisjoint(unit) else False
-        shard_unit(unit.values(), _parameters(unit), mesh, inside, in_float32, reshard, offload)
-    in_units = {p for unit in units for p in _parameters(unit)}
+        after = reshards(unit, config, first_in_backward, head)
+        shard_unit(unit.values(), parameters_of(unit), mesh, inside, in_float32, after, offload)
+    in_units = {p for unit in units for p in parameters_of(unit)}
     rest = [p for p in model.parameters() if p not in in_units | replicated]
     shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, replicated)
     if towers:
@@ -127,42 +118,6 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
         forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
         set_prefetch(forward, backward, *depths)
-
-
-def group_blocks(
-    model: nn.Module, blocks: dict[str, nn.Module], min_num_params: int | None
-) -> list[dict[str, nn.Module]]:
-    """Groups ``blocks`` into units: one each, or one for as many of a list as hold ``min_num_params``, in order.
-
-    Whole parameters count: all ranks of tensor parallelism must agree. A small rest of a list joins the unit before it.
-
-    Raises:
-        ValueError: for a minimum without blocks.
-    """
-    if min_num_params is not None and not blocks:
-        raise ValueError(
-            f"fsdp2_min_num_params={min_num_params} groups repeated blocks, and {class_names(model)[0]} has none that "
-            "FSDP2 gathers alone; leave it at None"
-        )
-    units: list[dict[str, nn.Module]] = []
-    for _, names in groupby(blocks, key=lambda name: name.rpartition(".")[0]):
-        of_list: list[dict[str, nn.Module]] = [{}]
-        for name in names:
-            if of_list[-1] and _size(of_list[-1]) >= (min_num_params or 0):
-                of_list.append({})
-            of_list[-1][name] = blocks[name]
-        if len(of_list) > 1 and _size(of_list[-1]) < (min_num_params or 0):
-            of_list[-2].update(of_list.pop())
-        units += of_list
-    return units
-
-
-def _parameters(unit: dict[str, nn.Module]) -> list[nn.Parameter]:
-    return [p for module in unit.values() for p in module.parameters()]
-
-
-def _size(unit: dict[str, nn.Module]) -> int:
-    return sum(p.numel() for p in _parameters(unit))
 
 
 def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:

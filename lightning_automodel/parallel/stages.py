@@ -64,9 +64,7 @@ def apply_stages(
     tp, cp, device_type = axes.tp.size(), axes.cp.size() if axes.cp else 1, axes.tp.device_type
     _check_whole(model)
     plan, layout = _plan(model, tp, config)
-    if param_dtype is not None:
-        cast_parameters(model, param_dtype)
-        log(f"{class_names(model)[0]}: parameters are stored in {param_dtype}")
+    _store_in(model, param_dtype)
     broadcast_weights(model, axes.tp)
     if config.float8 is not None:
         apply_float8(model, config.float8, tp, device_type)
@@ -78,12 +76,7 @@ def apply_stages(
         context.install_inside()
     if config.enable_async_tensor_parallel:
         overlap_tensor_parallel(axes.tp)
-    apply_activation_checkpointing(
-        model,
-        config.activation_checkpointing,
-        config.activation_checkpointing_scope,
-        offload=_offload(config, device_type),
-    )
+    _recompute(model, config, device_type)
     assume_no_packing(model, config.patch_is_packed_sequence)
     if config.enable_compile:
         apply_compile(model, backend=config.compile_backend, dynamic=config.compile_dynamic)
@@ -141,7 +134,14 @@ def _check_sequence_parallel(model: nn.Module, config: StageSwitches, layout: La
         warn_once(f"sequence_parallel=True does nothing for {class_names(model)[0]}: its plan splits no block")
 
 
-def _offload(config: StageSwitches, device_type: str) -> bool:
+def _store_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+    if dtype is not None:
+        cast_parameters(model, dtype)
+        log(f"{class_names(model)[0]}: parameters are stored in {dtype}")
+
+
+def _recompute(model: nn.Module, config: StageSwitches, device_type: str) -> None:
     if config.activation_offload and device_type == "cpu":
         raise ValueError("activation_offload=True: on CPU activations are in host memory already; use it on CUDA")
-    return config.activation_offload
+    mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope
+    apply_activation_checkpointing(model, mode, scope, offload=config.activation_offload)

@@ -23,7 +23,7 @@ from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
-from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, building, device
+from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled
@@ -72,7 +72,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     ) -> None:
         _refuse_sizes({"cp": cp, "dp_replicate": dp_replicate, "pp": pp, "ep": ep})
         if not HAVE_MEGATRON_FSDP:
-            raise ValueError("megatron-fsdp is not installed; pip install megatron-fsdp, or use FSDP2TPStrategy")
+            raise ValueError(f"{NOT_INSTALLED}, or use FSDP2TPStrategy")
         self.config = config or MegatronFSDPConfig()
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,

@@ -1,6 +1,7 @@
 """Names, parameters, their order and their defaults: those that users of other parallelizers know."""
 
 import inspect
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel import parallelizer
+from lightning_automodel.parallel import megatron_fsdp
 from tests.plans.support import build_llama
 
 ALL = inspect.Parameter.empty
@@ -115,6 +117,25 @@ def test_megatron_names_what_is_there_instead() -> None:
         pytest.raises(ValueError, match="no_shard, optim"),
     ):
         parallelizer.nvfsdp_strategy_parallelize(torch.nn.Linear(2, 2), mesh, data_parallel_sharding_strategy="all")
+
+
+def test_the_old_spelling_of_megatron_hands_everything_on() -> None:
+    old = {name: name for name in SIGNATURES["nvfsdp_strategy_parallelize"]}
+    new = megatron_fsdp._new_spelling({**old, "data_parallel_sharding_strategy": "optim_grads"})
+    expected = dict(SIGNATURES["megatron_fsdp_strategy_parallelize"])
+    assert set(new) == set(expected)
+    assert new.pop("zero_dp_strategy") == 2
+    assert list(new.values()) == [
+        name for name in old if name not in ("data_parallel_sharding_strategy", "cp_mesh_name")
+    ]
+
+
+@pytest.mark.parametrize("name", ["megatron_fsdp_strategy_parallelize", "nvfsdp_strategy_parallelize"])
+@pytest.mark.filterwarnings("ignore:nvfsdp")
+def test_what_is_not_installed_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_fsdp, "HAVE_MEGATRON_FSDP", False)
+    with pytest.raises(ValueError, match=re.escape("pip install 'lightning_automodel[megatron]'")):
+        getattr(parallelizer, name)(torch.nn.Linear(2, 2), None)
 
 
 @pytest.mark.parametrize("switch", [{"enable_async_tensor_parallel": True}, {"offload_policy": {"pin": True}}])

@@ -15,7 +15,7 @@ from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import DP_SHARD_CP, axis
 from lightning_automodel.modules.structure import find_large_ends
 from lightning_automodel.parallel.autocast import widen_stream
-from lightning_automodel.parallel.fsdp2 import group_blocks
+from lightning_automodel.parallel.fsdp2_units import group_blocks
 from lightning_automodel.parallelizer import (
     apply_fsdp2_sharding_recursively,
     parallelize,

@@ -3,6 +3,7 @@
 import warnings
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,19 @@ from lightning_automodel.plans.selection import Rules
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 
+NOT_INSTALLED = "megatron-fsdp is not installed; pip install 'lightning_automodel[megatron]'"
+
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Names of the ZeRO stages 0 to 3."""
+
+_OLD_NAMES = {
+    "nvfsdp_unit_modules": "megatron_fsdp_unit_modules",
+    "init_nvfsdp_with_meta_device": "init_fsdp_with_meta_device",
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
+    "dp_mesh_name": "dp_shard_dim",
+    "tp_mesh_name": "tp_dim",
+}
+"""Parameters of :func:`nvfsdp_strategy_parallelize` that are called something else now."""
 
 
 def megatron_fsdp_strategy_parallelize(
@@ -79,7 +91,7 @@ def megatron_fsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
     )
     if not HAVE_MEGATRON_FSDP:
-        raise ValueError("megatron-fsdp is not installed; pip install megatron-fsdp, or use fsdp2_strategy_parallelize")
+        raise ValueError(f"{NOT_INSTALLED}, or use fsdp2_strategy_parallelize")
     device.require_cuda(torch.device(device_mesh.device_type if device_mesh is not None else "cpu"))
     from lightning_automodel.parallel.megatron_fsdp.loops import parallelize
 
@@ -139,35 +151,19 @@ def nvfsdp_strategy_parallelize(
     Raises:
         ValueError: for another sharding strategy, and as the new function does.
     """
+    given = locals()  # the arguments, by the names above
     warnings.warn(
         "nvfsdp_strategy_parallelize is deprecated; call megatron_fsdp_strategy_parallelize",
         DeprecationWarning,
         stacklevel=2,
     )
-    if data_parallel_sharding_strategy not in ZERO_STRATEGIES:
-        raise ValueError(
-            f"data_parallel_sharding_strategy={data_parallel_sharding_strategy!r} is not one of "
-            f"{', '.join(ZERO_STRATEGIES)}"
-        )
-    return megatron_fsdp_strategy_parallelize(
-        model,
-        device_mesh,
-        optimizer,
-        nvfsdp_unit_modules,
-        tp_shard_plan,
-        ZERO_STRATEGIES.index(data_parallel_sharding_strategy),
-        init_nvfsdp_with_meta_device,
-        grad_reduce_in_fp32,
-        preserve_fp32_weights,
-        overlap_grad_reduce,
-        overlap_param_gather,
-        check_for_nan_in_grad,
-        average_in_collective,
-        disable_bucketing,
-        calculate_per_token_loss,
-        keep_fp8_transpose_cache_when_using_custom_fsdp,
-        nccl_ub,
-        fsdp_double_buffer,
-        dp_mesh_name,
-        tp_mesh_name,
-    )
+    return megatron_fsdp_strategy_parallelize(**_new_spelling(given))
+
+
+def _new_spelling(old: dict[str, Any]) -> dict[str, Any]:
+    """Rename the arguments of :func:`nvfsdp_strategy_parallelize`."""
+    new = {_OLD_NAMES.get(name, name): value for name, value in old.items() if name != "cp_mesh_name"}
+    stage = new.pop("data_parallel_sharding_strategy")
+    if stage not in ZERO_STRATEGIES:
+        raise ValueError(f"data_parallel_sharding_strategy={stage!r} is not one of {', '.join(ZERO_STRATEGIES)}")
+    return {**new, "zero_dp_strategy": ZERO_STRATEGIES.index(stage)}
