@@ -84,6 +84,16 @@ def _refuse_resizing(model: PreTrainedModel, *args: Any, **kwargs: Any) -> nn.Mo
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
     """Shards ``model`` in place over the last axis of ``mesh``, and replicates the shards over the first of two axes.
 
+    Hybrid sharding, dp_replicate=2 x dp_shard=2, of a weight of 8 rows::
+
+                    GPU 0    GPU 1    GPU 2    GPU 3
+        replica     0        0        1        1
+        stored      0-3      4-7      0-3      4-7
+        forward     0-7      0-7      0-7      0-7      all-gather between 0 and 1, and between 2 and 3
+        gradient    0-7      0-7      0-7      0-7      each of its own samples
+                    0-3      4-7      0-3      4-7      reduce-scatter between 0 and 1, and between 2 and 3
+                    0-3      4-7      0-3      4-7      all-reduce between 0 and 2, and between 1 and 3
+
     Also on one data rank, unless :func:`needs_no_sharding`: every parameter is then a DTensor over the same mesh, which
     is what stock clipping and stock fused optimizers need.
 
@@ -271,6 +281,15 @@ def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
 def gradients_held(module: nn.Module, defer: bool = True) -> Generator[None, None, None]:
     """Keeps gradients of backward passes on their rank, within this context: for all micro-batches of a step but the
     last.
+
+    Deferred reduction of two micro-batches over dp_shard=4. The gradient has four equal elements, of which each rank
+    stores one in the end::
+
+                         GPU 0      GPU 1      GPU 2      GPU 3
+        micro-batch 1    1 1 1 1    2 2 2 2    3 3 3 3    4 4 4 4    within this context: nothing is sent
+        micro-batch 2    5 5 5 5    6 6 6 6    7 7 7 7    8 8 8 8    the last one: what was held is added
+        sum              6 6 6 6    8 8 8 8    10 10 ..   12 12 ..
+        gradient         9          9          9          9          one reduce-scatter: (6 + 8 + 10 + 12) / 4
 
     Args:
         module: contains FSDP2 models.

@@ -8,6 +8,19 @@
     FSDP2           shards on the meta device; each rank then reads or draws its own part
     DDP             keeps replicas, whose weights were read before, and computes in a narrower dtype
     Megatron-FSDP   waits for the weights of each rank's slices, which the library then shards
+
+What FSDP2 with dp_shard=2 x tp=2 makes of three parameters of a block (rows x columns that a rank holds)::
+
+                               GPU 0        GPU 1        GPU 2        GPU 3
+    q_proj [8, 8]              0-7 x 0-7    0-7 x 0-7    0-7 x 0-7    0-7 x 0-7
+      tensor parallel          0-3 x 0-7    4-7 x 0-7    0-3 x 0-7    4-7 x 0-7     column-parallel
+      shard                    0-1 x 0-7    4-5 x 0-7    2-3 x 0-7    6-7 x 0-7
+    o_proj [8, 8]
+      tensor parallel          0-7 x 0-3    0-7 x 4-7    0-7 x 0-3    0-7 x 4-7     row-parallel
+      shard                    0-3 x 0-3    0-3 x 4-7    4-7 x 0-3    4-7 x 4-7
+    input_layernorm [8]
+      tensor parallel          0-7          0-7          0-7          0-7           whole
+      shard                    0-3          0-3          4-7          4-7
 """
 
 from typing import Protocol

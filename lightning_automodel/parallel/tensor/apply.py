@@ -4,6 +4,19 @@
     2. ``install_collectives``    hooks around the planned modules and boundaries
     3. ``local_tensors.py``       during a block's forward pass its modules see ``parameter.to_local()``
 
+A boundary: ``self_attn`` with 8 heads of width 2, two key/value heads and tp=4::
+
+                       GPU 0        GPU 1        GPU 2        GPU 3
+    hidden             0-7          0-7          0-7          0-7          features, whole on each rank
+      |  copy_in: nothing; its four gradients are summed
+    q_proj             heads 0-1    heads 2-3    heads 4-5    heads 6-7    column-parallel: rows of the weight
+    k_proj, v_proj     head 0       head 0       head 1       head 1       stored whole: more ranks than heads
+    attention          heads 0-1    heads 2-3    heads 4-5    heads 6-7
+    o_proj             0-3          4-7          8-11         12-15        row-parallel: columns of the weight
+      |  a term of the features 0-7 on each rank
+      |  reduce_out: the four terms are summed; the gradient is whole already
+    hidden             0-7          0-7          0-7          0-7
+
 Everything is installed as forward hooks and instance attributes that a ``copy.deepcopy`` of the model carries along.
 """
 

@@ -1,11 +1,13 @@
 """Keeps data ranks together in an evaluation in which they have different numbers of batches.
 
 FSDP2 gathers parameters over the data ranks in every forward pass, so a rank that has run out of batches goes on with
-fillers: steps on its last batch that leave no trace. Per loader::
+fillers: steps on its last batch that leave no trace. A loader of which four data ranks have 3, 2, 0 and 1 batches::
 
-    data rank 0    b0   b1   b2   | next loader
-    data rank 1    b3   b4   ~    | next loader      ~ filler
-    data rank 2    ~    ~    ~    | next loader        on a batch that another rank lends
+              round 1    round 2    round 3
+    GPU 0     a0         a1         a2         next loader
+    GPU 1     b0         b1         ~b1        next loader      ~b1: a filler, its last batch again
+    GPU 2     ~a0        ~a0        ~a0        next loader      it has none: GPU 0, the first that has one, lends a0
+    GPU 3     d0         ~d0        ~d0        next loader
 
 For loaders of map-style data the number of rounds is known when they begin. For streams every round begins with a vote.
 What one rank goes through with each loader (:class:`Rounds`)::
