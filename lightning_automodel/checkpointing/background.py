@@ -1,7 +1,16 @@
-"""Writes a checkpoint folder while training goes on: training waits for the copy to host memory only."""
+"""Writes a checkpoint folder while training goes on, from a copy in host memory.
+
+::
+
+    training    step | weights copied | forward, backward  | waits for the copy, if it must | step | ...
+    thread           |                | states copied      | written                        ...
+
+Weights are everybody's, so training waits for their copy. States of optimizers change in steps only: those in host
+memory are copied beside the next passes, and the next step waits for what is left.
+"""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from lightning_automodel._compat import version_of
 from lightning_automodel.checkpointing.dcp import Held
-from lightning_automodel.checkpointing.folder import Contents, save_folder
+from lightning_automodel.checkpointing.folder import Contents, is_of_optimizer, save_folder
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.kept_groups import keep
 
@@ -31,7 +43,9 @@ class BackgroundSaver:
         self.timeout: timedelta | None = None
         self._thread: threading.Thread | None = None
         self._error: tuple[Location, Exception] | None = None
-        self._memory = HostMemory()
+        self._memory, self._memory_of_states = HostMemory(), HostMemory()
+        self._copied = threading.Event()
+        self._step_hook: RemovableHandle | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._is_writing = False
         self._lock = threading.Lock()
@@ -40,15 +54,22 @@ class BackgroundSaver:
         return BackgroundSaver, ()  # a copy has nothing in flight
 
     def save(self, contents: Contents, path: Location) -> None:
-        """Copies what this rank holds to host memory, and returns. Waits for the save before. Collective."""
+        """Copies what may change before the next optimizer step to host memory, and returns. Waits for the save before.
+        Collective.
+        """
         self.wait()
-        copied = Contents(self._memory.copy(contents.tensors), contents.metadata)
+        states, others = _split(contents.tensors)
+        versions = _versions(states)
+        copied = Contents(self._memory.copy(others), contents.metadata)
         for thread in _in_flight:  # of another trainer: its collectives come before these on every rank
             thread.join()
         timeout = self.timeout
         group = keep(("background", timeout), lambda: dist.new_group(timeout=timeout, backend="gloo"))
         self._is_writing = True
-        self._thread = threading.Thread(target=self._run, args=(copied, path, group), name="checkpoint")
+        self._copied.clear()
+        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        arguments = (copied, states, versions, path, group)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         _in_flight[:] = [self._thread]
         self._thread.start()
 
@@ -70,6 +91,9 @@ class BackgroundSaver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
         if self._error is not None:
             (path, error), self._error = self._error, None
             raise RuntimeError(f"the checkpoint {path} could not be written in the background: {error}") from error
@@ -79,11 +103,14 @@ class BackgroundSaver:
         try:
             self.wait()
         finally:
-            self._memory = HostMemory()
+            self._memory, self._memory_of_states = HostMemory(), HostMemory()
 
-    def _run(self, contents: Contents, path: Location, group: ProcessGroup) -> None:
+    def _run(
+        self, others: Contents, states: Mapping[str, Any], versions: list[int], path: Location, group: ProcessGroup
+    ) -> None:
         try:
-            save_folder(contents, path, group)
+            copied = self._copy_states(states, versions, group)
+            save_folder(Contents({**others.tensors, **copied}, others.metadata), path, group)
         except Exception as error:
             self._error = (path, error)
         with self._lock:
@@ -92,6 +119,54 @@ class BackgroundSaver:
         if self._error is None:
             for function in functions:
                 function()
+
+    def _before_step(self, *_: Any) -> None:
+        self._copied.wait()
+
+    def _copy_states(self, states: Mapping[str, Any], versions: list[int], group: ProcessGroup) -> dict[str, Any]:
+        """Copies what optimizers hold, and fails on every rank where it fails on one. Collective over ``group``."""
+        problem, copied = "", {}
+        try:
+            copied = self._memory_of_states.copy(states)
+            if _versions(states) != versions:
+                problem = _CHANGED
+        except RuntimeError as error:
+            problem = str(error)
+        finally:
+            self._copied.set()
+        problems = [""] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+        if found := {rank: text for rank, text in enumerate(problems) if text}:
+            raise RuntimeError("; ".join(f"rank {rank}: {text}" for rank, text in found.items()))
+        return copied
+
+
+_CHANGED = (
+    "states of an optimizer changed outside of its step() before they were copied; leave them alone between a "
+    "checkpoint and the next step, or use async_save=False"
+)
+
+
+def _split(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits off the optimizers whose states are in host memory."""
+    states = {name: tree for name, tree in tensors.items() if is_of_optimizer(name) and _is_on_host(tree)}
+    return states, {name: tree for name, tree in tensors.items() if name not in states}
+
+
+def _is_on_host(tree: Any) -> bool:
+    return all(held.local.device.type == "cpu" for held in _held(tree))
+
+
+def _versions(tree: Any) -> list[int]:
+    return [version_of(held.local) for held in _held(tree)]
+
+
+def _held(tree: Any) -> Iterator[Held]:
+    if isinstance(tree, Held):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _held(item)
 
 
 class HostMemory:

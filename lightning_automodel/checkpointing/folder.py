@@ -36,6 +36,7 @@ CURRENT = "current_model_state"
 TREES = (GRADIENTS, CURRENT)
 SHARDED = ("state_dict", "optimizer_states", *TREES)
 """Entries whose tensors are written in parts."""
+_OPTIMIZER = "optimizer_"
 Checkpoint = dict[str, Any]
 
 
@@ -50,6 +51,11 @@ class Contents:
 
     tensors: Checkpoint
     metadata: bytes
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Tells whether an entry of ``Contents.tensors`` holds the states of an optimizer."""
+    return name.startswith(_OPTIMIZER)
 
 
 def contents_of(checkpoint: Mapping[str, Any]) -> Contents:
@@ -117,7 +123,7 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[Checkpoint, Checkpoint]:
     if "optimizer_states" in checkpoint:
         split = [_take_tensors(optimizer) for optimizer in checkpoint["optimizer_states"]]
         rest["optimizer_states"] = [others for _, others in split]
-        result.update({f"optimizer_{i}": tensors for i, (tensors, _) in enumerate(split)})
+        result.update({f"{_OPTIMIZER}{i}": tensors for i, (tensors, _) in enumerate(split)})
     for entry in TREES:
         if entry in checkpoint:
             result[entry], rest[entry] = _take_tensors(checkpoint[entry])

@@ -5,9 +5,11 @@ import os
 import pickle
 import re
 import shutil
+import threading
 import warnings
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.checkpointing import folder as module
 from lightning_automodel.checkpointing import staging
 from lightning_automodel.checkpointing.background import BackgroundSaver
+from lightning_automodel.checkpointing.dcp import Held, list_tensors
 from lightning_automodel.checkpointing.folder import contents_of, save_folder
 from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.reading import read_checkpoint
@@ -285,3 +288,48 @@ def test_background_saves(pool2: Pool, tmp_path: Path) -> None:
         assert "Not a directory" in result["error"]
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.endswith(".ckpt")] == ["2.ckpt"]
     assert value_of(tmp_path / "2.ckpt") == 2.0
+
+
+class Late(dict):
+    """States of an optimizer that are not copied before ``release``."""
+
+    release: threading.Event
+
+    def items(self) -> Any:
+        self.release.wait()
+        return super().items()
+
+
+def change_before_the_copy(directory: Path, with_step: bool) -> dict[str, Any]:
+    """Runs on each rank: states change before their copy, in a step of the optimizer or without."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    moment = optimizer.state[parameter]["momentum_buffer"]
+    saver, states = BackgroundSaver(), Late(w=Held.of(moment, "w"))
+    states.release = threading.Event()
+    path = Location.of(directory / "1.ckpt")
+    saver.save(replace(contents_of({"state_dict": {}}), tensors={"optimizer_0": states}), path)
+    if not with_step:
+        moment.zero_()
+    threading.Timer(0.2, states.release.set).start()
+    optimizer.step()
+    was_copied = states.release.is_set()
+    try:
+        saver.close()
+    except RuntimeError as error:
+        return {"error": str(error), "was_copied": was_copied}
+    [stored] = list_tensors(path, weights_only=True)["optimizer_0"].values()
+    return {"moment": moment.tolist(), "stored": stored.load().tolist(), "was_copied": was_copied}
+
+
+def test_a_step_waits_for_the_copy_of_what_it_changes(pool2: Pool, tmp_path: Path) -> None:
+    expected = {"moment": [1.5] * 3, "stored": [1.0] * 3, "was_copied": True}
+    assert pool2.run(change_before_the_copy, tmp_path, with_step=True) == [expected] * 2
+
+
+def test_states_that_change_before_their_copy(pool2: Pool, tmp_path: Path) -> None:
+    for found in pool2.run(change_before_the_copy, tmp_path, with_step=False):
+        assert "states of an optimizer changed outside of its step()" in found["error"]
+        assert found["was_copied"]

@@ -18,7 +18,7 @@ ATTRIBUTES = {
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
     "torch:": ("_assert_async", "_dynamo", "_inductor"),
-    "torch:Tensor": ("_base",),
+    "torch:Tensor": ("_base", "_version"),
     "torch._inductor.config:": ("_micro_pipeline_tp",),
     "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
     "torch.autograd:Variable": ("_execution_engine",),
