@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.tensors import each_norm, multiply_
+
 _EPSILON = 1e-6  # torch's own
 
 
@@ -43,7 +45,7 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor) -> None:
         local = to_local_if_dtensor(gradient)
         by_kind.setdefault((local.device, local.dtype), []).append(local)
     for (device, _), locals_ in by_kind.items():
-        torch._foreach_mul_(locals_, factor.to(device, torch.float32))
+        multiply_(locals_, factor.to(device, torch.float32))
 
 
 def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -159,7 +161,7 @@ def _local_power(
         filled = [g for g in locals_ if g.numel()]  # a rank's shard may be empty
         if not filled:
             continue
-        norms = torch.stack([n.to(device) for n in torch._foreach_norm(filled, norm_type, dtype=dtype)])
+        norms = torch.stack([n.to(device) for n in each_norm(filled, norm_type, dtype=dtype)])
         if math.isinf(norm_type):
             total = torch.maximum(total, norms.max())
         else:

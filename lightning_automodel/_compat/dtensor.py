@@ -29,6 +29,11 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     return dtensor_from(local.contiguous(), like.device_mesh, tuple(like.placements), like.shape, like.stride())
 
 
+def whole_shape(tensor: DTensor) -> torch.Size:
+    """Returns the shape of the whole tensor, also of a subclass that watches what is asked of it."""
+    return tensor._spec.shape
+
+
 def is_shared(gradient: Tensor) -> bool:
     """Tells whether autograd may hand ``gradient`` to another function as well, or somebody keeps it. torch counts
     references

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
@@ -49,6 +50,11 @@ def set_device(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, LightningModule):
             part._device = device
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Sets what ``module.device_mesh`` returns; Lightning's own strategies set it so."""
+    module._device_mesh = mesh
 
 
 def throughputs_of(monitor: ThroughputMonitor) -> list[Throughput]:

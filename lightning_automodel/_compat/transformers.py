@@ -1,10 +1,11 @@
 """Private names of transformers, each with its reason: records of forward passes, and the test for packed rows."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel, modeling_flash_attention_utils
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_flash_attention_utils
 from transformers.utils.output_capturing import _active_collector
 
 _TEST_OF_PACKING = modeling_flash_attention_utils._is_packed_sequence
@@ -46,3 +47,64 @@ def set_test_of_packing(active: bool) -> None:
     """
     test = _TEST_OF_PACKING if active else (lambda position_ids, batch_size: False)
     modeling_flash_attention_utils._is_packed_sequence = test
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def is_initialized(tensor: Tensor) -> bool:
+    """Tells whether transformers takes the values of ``tensor`` for read, so that initialization leaves them."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def mark_as_initialized(tensor: Tensor) -> None:
+    """Lets initialization leave the values of ``tensor``."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def kept_in_float16_models(model: nn.Module) -> tuple[str, ...]:
+    """Returns what the names of parameters contain that stay in float32 in a model in float16."""
+    return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+
+def kept_in_all_models(model: nn.Module) -> tuple[str, ...]:
+    """Returns what the names of parameters contain that stay in float32 in a model of any dtype.
+
+    diffusers says so in the attribute that for transformers concerns float16 only; there, both exist.
+    """
+    lenient = getattr(model, "_keep_in_fp32_modules", None)
+    return tuple(getattr(model, "_keep_in_fp32_modules_strict", lenient) or ())
+
+
+def saves_more_than_weights(model: PreTrainedModel) -> bool:
+    """Tells whether ``save_pretrained`` writes something else than all weights and the config: adapters, code,
+    quantization.
+    """
+    flags = ("_hf_peft_config_loaded", "hf_quantizer", "_keys_to_ignore_on_save")
+    return any(getattr(model, flag, None) for flag in flags) or model.is_remote_code()
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
+def source_of(config: PreTrainedConfig) -> str:
+    """Returns the directory or name from which a model was loaded, or nothing."""
+    return str(getattr(config, "_name_or_path", "") or "")
+
+
+def attention_of(config: Any) -> str | None:
+    """Returns the name of the attention function that a model with this config uses."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def use_kernels_without_memory(config: PreTrainedConfig) -> None:
+    """Chooses attention and experts that run on meta: what they draw is as large as what others draw."""
+    if attention_of(config) not in (None, "eager", "sdpa"):
+        config._attn_implementation = "sdpa"
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "batched_mm"  # the only one that looks at no values, for all dtypes
+
+
+def checkpoint_function(layer: nn.Module, default: Callable) -> Callable:
+    """Returns what ``layer`` would checkpoint with, as ``gradient_checkpointing_enable`` set it."""
+    return getattr(layer, "_gradient_checkpointing_func", default)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, unwrapped
@@ -137,7 +138,7 @@ def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] |
                 f"{prefix}.{name} has {shapes} from the config in the checkpoint; was it changed after that?"
             )
         owner, _, short = name.rpartition(".")
-        wrapper.get_submodule(owner)._parameters[short] = nn.Parameter(value, requires_grad=False)
+        own_parameters(wrapper.get_submodule(owner))[short] = nn.Parameter(value, requires_grad=False)
     layer: Any = wrapper
     while is_wrapper(layer):
         layer.merge()

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from lightning_automodel._compat.transformers import source_of
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import is_wrapper
 
@@ -101,7 +102,7 @@ def _describe(name: str, model: PreTrainedModel) -> Description:
         architecture=class_names(model)[0],
         config=model.config.to_json_string(use_diff=False),
         generation_config=None if generation is None else generation.to_json_string(),
-        source=str(getattr(model.config, "_name_or_path", "") or ""),
+        source=source_of(model.config),
         adapters={n: json.dumps(c.to_dict(), default=list) for n, c in getattr(model, "peft_config", {}).items()},
         active=tuple(_active(model)),
     )

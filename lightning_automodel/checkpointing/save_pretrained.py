@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat import fsdp_units
+from lightning_automodel._compat.transformers import saves_more_than_weights
 from lightning_automodel.checkpointing.hugging_face import group_names, parse_size, write_pretrained
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.shards import gather_on_rank_zero
@@ -92,7 +93,7 @@ def _save_pretrained(
     for unit in fsdp_units(vars(model)[_ROOT]):
         unit.reshard()  # a root that is gathered has other parameters
     _check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
-    if state_dict is None and not push_to_hub and save_original_format and not _has_more_than_weights(model):
+    if state_dict is None and not push_to_hub and save_original_format and not saves_more_than_weights(model):
         target = Path(save_directory) if is_main_process else None
         write_sharded(model, target, max_shard_size=max_shard_size, variant=variant)
         return
@@ -108,14 +109,6 @@ def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> N
             "save_pretrained(distributed_checkpoint=True): use trainer.save_checkpoint, which writes a part per rank"
         )
     parse_size(max_shard_size)
-
-
-def _has_more_than_weights(model: PreTrainedModel) -> bool:
-    """Tells whether transformers writes something else than all weights and the config: adapters, code,
-    quantization.
-    """
-    flags = ("_hf_peft_config_loaded", "hf_quantizer", "_keys_to_ignore_on_save")
-    return any(getattr(model, flag, None) for flag in flags) or model.is_remote_code()
 
 
 def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] | None:

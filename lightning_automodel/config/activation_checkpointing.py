@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightning_automodel._compat import OpOverload, OpOverloadPacket
+from lightning_automodel._compat.tensors import GROUPED_MM
 
 MODES = ("full", "selective", "submodule")
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
@@ -17,7 +18,7 @@ ATTENTION, ALTERNATE = "attention", "every second matmul"
 """What a block may save that is no fixed set of operations."""
 
 _ATEN = torch.ops.aten
-MATMUL = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._grouped_mm.default}
+MATMUL = {_ATEN.mm.default, _ATEN.addmm.default, GROUPED_MM}
 # what chooses experts, and the place of its argument `dim` (in the schema; None: the indices are all it gives)
 ROUTING = {
     _ATEN.topk.default: 2,

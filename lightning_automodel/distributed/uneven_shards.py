@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.tensors import wrapper_tensor
 from lightning_automodel.distributed.boxes import Box
 
 PARTITION = "_partition_of_lightning_automodel"
@@ -46,7 +47,7 @@ class Fragment(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, partition: Partition) -> "Fragment":
         """Wraps ``local`` without a copy."""
-        self = Tensor._make_wrapper_subclass(cls, partition.shape, dtype=local.dtype, device=local.device)
+        self = wrapper_tensor(cls, partition.shape, dtype=local.dtype, device=local.device)
         self.local, self.partition = local, partition
         return self
 

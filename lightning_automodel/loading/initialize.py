@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor import dtensor_like
+from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel._compat.transformers import is_initialized, kept_in_float16_models
 from lightning_automodel.distributed.shards import copy_from_whole
 from lightning_automodel.loading.broadcast import broadcast
 from lightning_automodel.loading.host_offload import home_of
@@ -47,7 +49,7 @@ def _plain(model: nn.Module) -> tuple[dict[nn.Parameter, nn.Parameter], dict[nn.
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
             continue
-        if getattr(parameter, "_is_hf_initialized", False):
+        if is_initialized(parameter):
             loaded[parameter] = StandIn(Gathered(parameter, _real_device(parameter)))
             loaded[parameter].__dict__.update(parameter.__dict__, _is_param=True)
         else:
@@ -67,9 +69,9 @@ def _gathered(stand_in: StandIn) -> nn.Parameter | None:
 def _put(model: nn.Module, others: Mapping[Any, Any]) -> None:
     """Replace parameters of ``model``, tied ones everywhere."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter in others:
-                module._parameters[name] = others[parameter]
+                own_parameters(module)[name] = others[parameter]
 
 
 def _unset(like: DTensor) -> nn.Parameter:
@@ -147,7 +149,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers keep their dtype: rotary frequencies in bfloat16 are 1.8 rad off at position 4096.
     """
-    lenient = (getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else ()
+    lenient = kept_in_float16_models(model) if dtype == torch.float16 else ()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             keep = is_kept_in_float32(model, name) or any(pattern in name for pattern in lenient)
@@ -168,16 +170,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     buffers: list[Tensor] = []
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = unset = torch.empty_like(buffer, device=device)
+                own_buffers(module)[name] = unset = torch.empty_like(buffer, device=device)
                 buffers.append(not_a_number(unset))
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
                 if parameter not in made:
                     empty = not_a_number(torch.empty_like(parameter, device=device))
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[parameter]
+                own_parameters(module)[name] = made[parameter]
     with torch.no_grad():
         initialize_missing(model, lambda: _initialize(model), home_of(model, device), [*buffers, *made.values()])
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.dtensor import dtensor_like, is_offloaded, mark_as_offloaded
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.loading.whole_values import on_shards, was_written, whole_of
 from lightning_automodel.modules.adapted_bases import forget_files
@@ -97,4 +98,4 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, short = name.rpartition(".")
-    model.get_submodule(owner)._parameters[short] = parameter
+    own_parameters(model.get_submodule(owner))[short] = parameter

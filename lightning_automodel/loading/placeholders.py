@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor import dtensor_like
+from lightning_automodel._compat.modules import is_persistent, own_buffers, own_parameters
+from lightning_automodel._compat.transformers import mark_as_initialized
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.structure import is_kept_in_float32
 
@@ -25,10 +27,11 @@ def reserve(model: PreTrainedModel, device: torch.device, missing: Iterable[str]
     """
     left_out = set(missing)
     for prefix, module in model.named_modules():
-        for values in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
+        for values in tables:
             for name, value in values.items():
                 full_name = f"{prefix}.{name}" if prefix else name
-                is_stored = name not in module._non_persistent_buffers_set and full_name not in left_out
+                is_stored = is_persistent(module, name) and full_name not in left_out
                 if value is not None and value.is_meta and is_stored:
                     values[name] = _reserved(value, _dtype(model, full_name, value), device)
     model.tie_weights(recompute_mapping=False)
@@ -63,5 +66,5 @@ def _reserved(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
     if isinstance(value, nn.Parameter):
         new = nn.Parameter(new, requires_grad=value.requires_grad)
         new.__dict__.update(value.__dict__)
-    new._is_hf_initialized = True  # type: ignore[attr-defined]
+    mark_as_initialized(new)
     return new

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
+from lightning_automodel._compat.pytree import tree_map_only
+from lightning_automodel._compat.tensors import wrapper_tensor
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.loading.broadcast import broadcast
 
@@ -27,7 +28,7 @@ class StandIn(Tensor):
     def __new__(cls, gathered: "Gathered") -> "StandIn":
         """Makes one of what can be gathered."""
         shard = gathered.shard
-        new = Tensor._make_wrapper_subclass(
+        new = wrapper_tensor(
             cls, shard.shape, dtype=shard.dtype, device=gathered.device, requires_grad=shard.requires_grad
         )
         new.gathered = gathered

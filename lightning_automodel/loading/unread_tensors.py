@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from lightning_automodel._compat.pytree import tree_map_only
+from lightning_automodel._compat.tensors import wrapper_tensor
 from lightning_automodel.distributed.boxes import Span
 
 aten: Any = torch.ops.aten
@@ -40,7 +41,7 @@ class UnreadTensor(Tensor):
     @staticmethod
     def __new__(cls, moved: "Moved", dtype: torch.dtype, device: torch.device) -> "UnreadTensor":
         """Make one that claims to lie on ``device``."""
-        new = Tensor._make_wrapper_subclass(cls, moved.shape, dtype=dtype, device=device)
+        new = wrapper_tensor(cls, moved.shape, dtype=dtype, device=device)
         new.moved = moved
         return new
 

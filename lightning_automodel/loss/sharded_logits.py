@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_automodel._compat.dtensor import whole_shape
+from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.collectives import gather
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.loss.sliced_functions import FUNCTIONS
@@ -148,7 +149,7 @@ def _argument(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 def _slices(logits: SlicedLogits) -> Slices:
     (placement,) = logits.placements
     assert isinstance(placement, Shard)
-    size, mesh = tuple(logits._spec.shape)[placement.dim], logits.device_mesh
+    size, mesh = tuple(whole_shape(logits))[placement.dim], logits.device_mesh
     return Slices(logits.to_local(), placement.dim, size, mesh)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_automodel._compat.pytree import tree_leaves, tree_map
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.loss.functional import IGNORE_INDEX
 from lightning_automodel.loss.slices import Slices

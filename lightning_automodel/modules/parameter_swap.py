@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.modules.forward import Context, keep_for_recomputation
 
 Compute = Callable[[Any], Tensor]
@@ -68,16 +69,16 @@ class ParameterSwap:
         computed: dict[Tensor, Tensor] = {}
         swapped: _Swapped = []
         for owner, name, compute in self._entries:
-            parameter = owner._parameters[name]
+            parameter = own_parameters(owner)[name]
             if not isinstance(parameter, self._stored):
                 continue
             if parameter not in computed:
                 computed[parameter] = compute(parameter)
-            owner._parameters[name] = computed[parameter]  # type: ignore[assignment]
+            own_parameters(owner)[name] = computed[parameter]  # type: ignore[assignment]
             swapped.append((owner, name, parameter))
         return swapped
 
 
 def _swap_out(swapped: _Swapped) -> None:
     for owner, name, parameter in swapped:
-        owner._parameters[name] = parameter  # type: ignore[assignment]
+        own_parameters(owner)[name] = parameter  # type: ignore[assignment]

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_automodel._compat.transformers import kept_in_all_models
 from lightning_automodel.modules.wrappers import unwrapped
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -158,9 +159,7 @@ def is_kept_in_float32(model: nn.Module, name: str) -> bool:
 
     diffusers says so in an attribute that for transformers concerns float16 only; there, both exist.
     """
-    lenient = getattr(model, "_keep_in_fp32_modules", None)
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", lenient) or ()
-    return any(pattern in name for pattern in patterns)
+    return any(pattern in name for pattern in kept_in_all_models(model))
 
 
 def _outermost(

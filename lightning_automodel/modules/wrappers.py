@@ -12,24 +12,26 @@ from typing import Any
 
 from torch import nn
 
+from lightning_automodel._compat.modules import own_children
+
 _STEPS = ("base_layer", "token_adapter", "original_module")
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Tells whether ``module`` stands in the place of a layer that it holds."""
-    return "base_layer" in module._modules or "token_adapter" in module._modules or has_copies(module)
+    return "base_layer" in own_children(module) or "token_adapter" in own_children(module) or has_copies(module)
 
 
 def has_copies(module: nn.Module) -> bool:
     """Tells whether ``module`` holds a layer and what runs in its place."""
-    return "original_module" in module._modules and len(module._modules) > 1
+    return "original_module" in own_children(module) and len(own_children(module)) > 1
 
 
 def unwrapped(module: Any) -> Any:
     """Return the layer inside of wrappers, or ``module`` itself if it is no wrapper."""
     while isinstance(module, nn.Module) and is_wrapper(module):
-        module = next(module._modules[step] for step in _STEPS if step in module._modules)
+        module = next(own_children(module)[step] for step in _STEPS if step in own_children(module))
     return module
 
 
@@ -47,9 +49,9 @@ def without_wrappers(model: nn.Module) -> Iterator[bool]:
             if is_wrapper(child) and not is_wrapper(module):
                 replaced.append((module, name, child))
     for parent, name, child in replaced:
-        parent._modules[name] = unwrapped(child)
+        own_children(parent)[name] = unwrapped(child)
     try:
         yield bool(replaced)
     finally:
         for parent, name, child in replaced:
-            parent._modules[name] = child
+            own_children(parent)[name] = child

@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_automodel._compat.transformers import checkpoints_with_cache
+from lightning_automodel._compat.transformers import checkpoint_function, checkpoints_with_cache
 from lightning_automodel.config.activation_checkpointing import SCOPES, Mode, Scope, check_checkpointing, scopes_of
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import (
@@ -186,7 +186,7 @@ def _checkpointed_if_asked(module: nn.Module) -> Around:
 
 def _as_asked(module: nn.Module) -> tuple[Callable, list[Contexts]]:
     """Return the function by which transformers would checkpoint, and the contexts that a user gave it."""
-    function = getattr(module, "_gradient_checkpointing_func", checkpoint)
+    function = checkpoint_function(module, checkpoint)
     options = getattr(function, "keywords", {})
     if options.get("use_reentrant") and not torch.compiler.is_compiling():
         warn_once(

@@ -14,7 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel._compat import allow_records_in_checkpoints, overlap_in_compiled_graphs
-from lightning_automodel._compat.transformers import recording_inside_graph, recordings_of_call, set_test_of_packing
+from lightning_automodel._compat.transformers import (
+    attention_of,
+    recording_inside_graph,
+    recordings_of_call,
+    set_test_of_packing,
+)
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks, text_config
@@ -119,7 +124,7 @@ def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:
 def assume_no_packing(model: nn.Module, assume: bool) -> None:
     """Lets flash attention take every row for one document (``assume``), without waiting for the device."""
     set_test_of_packing(not assume)
-    implementation = getattr(text_config(model), "_attn_implementation", None)
+    implementation = attention_of(text_config(model))
     if assume and implementation is not None and "flash" not in implementation:
         warn_once(
             f"patch_is_packed_sequence=True is for flash attention; {class_names(model)[0]} computes attention with "

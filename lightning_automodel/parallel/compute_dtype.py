@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, outermost
 from lightning_automodel.parallel.fsdp2 import find_float32
@@ -30,7 +31,7 @@ def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     cast = Cast(dtype)
     for module_name, module in model.named_modules():
         owner_name = outermost(list(blocks), module_name) or ""
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None and parameter.is_floating_point() and parameter not in keep:
                 swaps[owner_name].add(module, name, cast)
     for name, swap in swaps.items():

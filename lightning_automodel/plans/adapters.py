@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat import StridedShard, strided_shard
+from lightning_automodel._compat.modules import own_children
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
 
 
@@ -122,7 +123,7 @@ class Wrapped:
 
     @property
     def _attribute(self) -> str:
-        return next(part for part in reversed(self.name.split(".")) if part in self.wrapper._modules)
+        return next(part for part in reversed(self.name.split(".")) if part in own_children(self.wrapper))
 
     def unknown(self, what: str = "") -> str:
         """Say that nothing tells how this parameter is split, and the ways out."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.plans.linearity import Kind
 from lightning_automodel.plans.styles import Enter, Leave, Style
 
@@ -61,7 +62,7 @@ def derive_terms(
 
 
 def _term(name: str, module: nn.Module, style: Style | None, parameter_styles: Mapping[str, Style]) -> Term | None:
-    styles = {p: parameter_styles[f"{name}.{p}"] for p in module._parameters if f"{name}.{p}" in parameter_styles}
+    styles = {p: parameter_styles[f"{name}.{p}"] for p in own_parameters(module) if f"{name}.{p}" in parameter_styles}
     own = {p: Kind.PARTIAL if p == "bias" else Kind.ROW for p, s in styles.items() if s.closes}
     gives = style is not None and (style.leave is Leave.REDUCE or style.enter is Enter.DIVIDE)
     return Term(gives and package(module) in KNOWN, own) if own or gives else None

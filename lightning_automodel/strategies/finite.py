@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.optimization import leaves_steps_out
+from lightning_automodel._compat.tensors import each_norm
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor
 
@@ -144,7 +146,7 @@ class FiniteGuard:
 def can_defer(optimizer: Optimizer) -> bool:
     """Tells whether ``optimizer`` leaves a step out by itself, on a device for which the host should not wait."""
     devices = (p.device.type for group in optimizer.param_groups for p in group["params"])
-    return next(devices, "cpu") != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return next(devices, "cpu") != "cpu" and leaves_steps_out(optimizer)
 
 
 def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:
@@ -154,7 +156,7 @@ def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:
     filled = {i: g for i, g in locals_.items() if g.numel()}
     if filled:
         # The largest element: squares of finite ones may overflow.
-        norms = torch.stack([n.float() for n in torch._foreach_norm(list(filled.values()), torch.inf)])
+        norms = torch.stack([n.float() for n in each_norm(list(filled.values()), torch.inf)])
         vector[torch.tensor(list(filled), device=vector.device)] = (~torch.isfinite(norms)).float()
     return vector
 

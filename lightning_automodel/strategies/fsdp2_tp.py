@@ -98,9 +98,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
 
     @override
-    def _configure_launcher(self) -> None:
+    def before_launch(self) -> None:
         _ = self.sizes  # an error here comes before any process is started
-        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
@@ -108,10 +107,9 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         self.join_mesh()
 
     @override
-    def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "cuda" and self.config.offload_policy:
-            return BACKEND
-        return super()._get_process_group_backend()
+    def own_backend(self) -> str | None:
+        offloads = self.root_device.type == "cuda" and self.config.offload_policy
+        return BACKEND if offloads and self._process_group_backend is None else None
 
     # ---- building the model ------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_automodel._compat.optimization import GradScaler
 from lightning_automodel.gradients import to_local_if_dtensor
 
 
-class AgreedGradScaler(torch.amp.GradScaler):
+class AgreedGradScaler(GradScaler):
     """torch's ``GradScaler`` for gradients that are spread over ranks.
 
     The scale changes between an optimizer's step and the next backward pass only, so that several optimizers can step
@@ -58,15 +59,15 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self.settle()
         return super().state_dict()
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
+    @override
+    def unscale(self, optimizer: Any, inverse: Tensor, found: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        """Divides each rank's part of the gradients; all ranks agree whether any overflowed. Collective."""
         # torch's own ShardedGradScaler overrides this too, but neither knows DTensors.
-        found = super()._unscale_grads_(_local_view(optimizer), inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
-        agreed = torch.stack([value.to(found_inf.device) for value in [found_inf, *found.values()]]).amax()
+        by_device = super().unscale(_local_view(optimizer), inverse, found, allow_fp16)
+        agreed = torch.stack([value.to(found.device) for value in [found, *by_device.values()]]).amax()
         if dist.is_initialized():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        return {found_inf.device: agreed}
+        return {found.device: agreed}
 
 
 def _local_view(optimizer: Optimizer) -> SimpleNamespace:

@@ -93,10 +93,9 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         return resolve_sizes(self.num_nodes * self.num_processes, **self._requested)  # type: ignore[arg-type]
 
     @override
-    def _configure_launcher(self) -> None:
+    def before_launch(self) -> None:
         device.require_cuda(self.root_device)
         _ = self.sizes  # an error here comes before any process is started
-        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:

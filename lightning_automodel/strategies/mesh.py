@@ -11,12 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_automodel._compat.lightning import set_device_mesh
+from lightning_automodel._compat.strategies import LaunchedStrategy
 from lightning_automodel.distributed.kept_groups import begin_run, note_failure
 from lightning_automodel.mesh import CP_TP, DP, DP_CP, TP, MeshSizes, axis, share_mesh
 from lightning_automodel.parallel.replica_check import check_replicas
@@ -27,7 +28,7 @@ from lightning_automodel.strategies.precision import FSDP2Precision, convert_pre
 from lightning_automodel.strategies.random_state import ModelDraws, share_random_state
 
 
-class OnMesh(ParallelStrategy):
+class OnMesh(LaunchedStrategy):
     """A strategy whose ranks form a mesh."""
 
     _timeout: timedelta | None  # Lightning's: of every collective
@@ -104,7 +105,7 @@ class OnMesh(ParallelStrategy):
         """Builds the mesh when the processes have met, or takes that of a trainer before. Collective."""
         begin_run(self.root_device)
         self._device_mesh = share_mesh(self.sizes, self.root_device.type, self._timeout)
-        self._module._device_mesh = self._device_mesh
+        set_device_mesh(self._module, self._device_mesh)
         share_random_state(self.sample_group)
         self._peers.start(self._timeout)
 

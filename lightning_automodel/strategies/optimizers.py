@@ -6,7 +6,7 @@ is measured, on one process and for any class: the optimizer takes steps with a 
 
 import copy
 import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from inspect import Parameter, signature
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.optimization import no_step_hooks
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.uneven_shards import PARTITION
 
@@ -108,7 +109,7 @@ def _updated(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor]) -
         **{name: [parameter] if kept is own else kept for name, kept in vars(optimizer).items()},
         "state": _initial_state(optimizer, parameter),
         "param_groups": [{**copy.deepcopy(_options(optimizer)), "params": [parameter]}],
-        **{hooks: OrderedDict() for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")},
+        **no_step_hooks(),
     }
     closures: list[Any] = []
     if signature(type(trial).step).parameters["closure"].default is Parameter.empty:

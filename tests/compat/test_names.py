@@ -16,14 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import lightning_automodel
 from lightning_automodel.loss.install import _LOSSES
 from lightning_automodel.plans.attention_heads import names_in_code
 from lightning_automodel.testing.pool import Pool
-from tests.compat.names import ATTRIBUTES, COMPAT, PARAMETERS
+from tests.compat.names import ATTRIBUTES, COMPAT, INHERITED, PACKAGE, PARAMETERS, own_names, private_attributes
 from tests.plans.support import build_llama
 
-PACKAGE = Path(lightning_automodel.__file__).parent
 VERSIONS = f"torch {torch.__version__}, lightning {lightning.__version__}, transformers {transformers.__version__}"
 
 
@@ -37,15 +35,16 @@ def find(path: str) -> Any:
 
 def names_in(code: CodeType) -> set[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(names_in, inner))
+    asked = {constant for constant in code.co_consts if isinstance(constant, str)}  # by getattr
+    return asked.union(code.co_names, *map(names_in, inner))
 
 
 def knows(owner: Any, name: str) -> bool:
     if hasattr(owner, name):
         return True
-    if not inspect.isclass(owner):
-        return False
-    functions = [f for kind in inspect.getmro(owner) for f in vars(kind).values() if inspect.isfunction(f)]
+    kinds = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    functions = [f for kind in kinds for f in vars(kind).values() if inspect.isfunction(f)]
+    functions += [owner] if inspect.isfunction(owner) else []
     return any(name in names_in(inspect.unwrap(f).__code__) for f in functions)
 
 
@@ -74,6 +73,12 @@ def test_import(module: str, name: str) -> None:
     found = importlib.import_module(module)
     if not hasattr(found, name):
         importlib.import_module(f"{module}.{name}")
+
+
+def test_private_names_of_others_are_in_compat_only() -> None:
+    outside = {path: private_attributes(path) for path in PACKAGE.rglob("*.py") if path not in COMPAT}
+    own = own_names() | INHERITED
+    assert {str(path): names - own for path, names in outside.items() if names - own} == {}
 
 
 # ---- what the code of others tells -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_automodel._compat.attention import MASKS_ARE_TENSORS, route_attention
+from lightning_automodel._compat.transformers import attention_of
 from lightning_automodel.distributed.sequence_rows import Rows
 from lightning_automodel.modules.forward import recomputation_context
 from lightning_automodel.modules.structure import class_names
@@ -25,7 +26,7 @@ def exchanges(module: nn.Module) -> bool:
 
 def implementation(module: nn.Module) -> str | None:
     """Return the name of the attention function that ``module`` uses."""
-    return getattr(module.config, "_attn_implementation", None)
+    return attention_of(module.config)
 
 
 def bind_attention(module: nn.Module, stream: Stream) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, outermost
 from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take_rows
@@ -49,13 +50,13 @@ def make_plain(model: nn.Module, layout: Layout, tp_mesh: DeviceMesh) -> None:
     blocks = list(find_blocks(model))
     swaps: dict[str, ParameterSwap] = {}
     for module_name, module in model.named_modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if not isinstance(parameter, DTensor):
                 continue
             found = layout.parameters[f"{module_name}.{name}" if module_name else name]
             if parameter not in replaced:
                 replaced[parameter] = _plain(parameter, found)
-            module._parameters[name] = replaced[parameter]
+            own_parameters(module)[name] = replaced[parameter]
             if part := _part(found, parameter.shape[0], tp_mesh):
                 swaps.setdefault(outermost(blocks, module_name) or "", ParameterSwap()).add(module, name, part)
     for owner_name, swap in swaps.items():

@@ -34,6 +34,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_automodel._compat import recorded_outputs
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.structure import class_names, outermost, text_config
@@ -87,13 +88,13 @@ def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout)
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is None:
                 continue
             if parameter not in replaced:
                 placement = layout.parameters[f"{module_name}.{name}" if module_name else name].placement
                 replaced[parameter] = _distribute(parameter, tp_mesh, placement)
-            module._parameters[name] = replaced[parameter]
+            own_parameters(module)[name] = replaced[parameter]
 
 
 def _distribute(parameter: nn.Parameter, tp_mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

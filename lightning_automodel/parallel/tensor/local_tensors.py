@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat.dtensor import is_shared
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
@@ -76,7 +77,7 @@ def install_local_tensors(
     swaps = {name: ParameterSwap(stored=DTensor) for name in ("", *own)}
     for module_name, module in model.named_modules():
         owner_name = outermost(own, module_name) or ""
-        for name in module._parameters:
+        for name in own_parameters(module):
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
                 stream = (streams or {}).get(owner_name) if parameter_layout.sliced else None

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel._compat import base_of
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.linearity import Kind, NotASumError, NotLinearError, kind, kind_of_result, mark, tensors
@@ -177,7 +178,7 @@ class _Watch(TorchFunctionMode):
 
 def _mark_parameters(member: nn.Module, term: Term) -> None:
     for name, found in term.parameters.items():
-        if (parameter := member._parameters[name]) is not None:
+        if (parameter := own_parameters(member)[name]) is not None:
             mark(parameter, found)
 
 

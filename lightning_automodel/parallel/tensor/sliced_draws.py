@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel._compat import TorchDispatchMode
+from lightning_automodel._compat.tensors import name_of_operation
 from lightning_automodel.distributed.collectives import shard_bounds
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators
@@ -265,8 +266,8 @@ def _whole_and_cut(cut: _Cut, func: Any, args: tuple, kwargs: dict[str, Any], lo
     """Draw as one process does, and cut; ``None`` where that is dear (on a device), or depends on cut values."""
     first, *others = args
     device = first.device if isinstance(first, Tensor) else torch.device(kwargs.get("device") or "cpu")
-    in_place = func._schema.name.endswith("_")
-    like = isinstance(first, Tensor) and (in_place or "_like" in func._schema.name)
+    in_place = name_of_operation(func).endswith("_")
+    like = isinstance(first, Tensor) and (in_place or "_like" in name_of_operation(func))
     if device.type != "cpu" or any(isinstance(x, Tensor) for x in others) or (isinstance(first, Tensor) and not like):
         return None
     shape = cut.undo(local)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightning_automodel._compat import TorchDispatchMode
+from lightning_automodel._compat.modules import own_buffers, own_parameters, remove_hooks
+from lightning_automodel._compat.transformers import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
 
@@ -18,7 +20,7 @@ def twin_of(block: nn.Module) -> nn.Module:
     """Returns a copy of a ``block`` that is whole, on the meta device. It keeps none of its hooks."""
     memo: dict[int, Any] = {}
     for module in block.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for tensor in (*own_parameters(module).values(), *own_buffers(module).values()):
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _meta(tensor)
         config = getattr(module, "config", None)
@@ -26,8 +28,7 @@ def twin_of(block: nn.Module) -> nn.Module:
             memo[id(config)] = _config(config)
     twin = copy.deepcopy(block, memo)
     for module in twin.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        remove_hooks(module)
     return twin
 
 
@@ -122,8 +123,5 @@ def _meta(tensor: Tensor) -> Tensor:
 def _config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Choose kernels that run on meta; what they drop is as large as what torch's drops."""
     own = copy.deepcopy(config)
-    if getattr(own, "_attn_implementation", None) not in (None, "eager", "sdpa"):
-        own._attn_implementation = "sdpa"
-    if getattr(own, "_experts_implementation", None) is not None:
-        own._experts_implementation = "batched_mm"  # the only one that looks at no values, for all dtypes
+    use_kernels_without_memory(own)
     return own

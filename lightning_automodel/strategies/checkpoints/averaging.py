@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel._compat.dtensor import dtensor_like
+from lightning_automodel._compat.strategies import ExchangedAveraging
 from lightning_automodel.checkpointing.dcp import fetch
 from lightning_automodel.checkpointing.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state
@@ -24,7 +25,7 @@ from lightning_automodel.parallel.fsdp2 import reshard
 _COUNTS = "averaging_state"
 
 
-class ShardedAveraging(WeightAveraging):
+class ShardedAveraging(ExchangedAveraging):
     """What takes the place of the methods of a ``WeightAveraging`` callback."""
 
     _saved: Mapping[str, Any] | None = None
@@ -82,11 +83,9 @@ class ShardedAveraging(WeightAveraging):
         """Updates the average when ``should_update`` says so."""
         super().on_train_epoch_end(trainer, _Held(pl_module))  # type: ignore[arg-type]
 
-    def _swap_models(self, pl_module: "pl.LightningModule") -> None:
-        super()._swap_models(_Held(pl_module))  # type: ignore[arg-type]
-
-    def _copy_average_to_current(self, pl_module: "pl.LightningModule") -> None:
-        super()._copy_average_to_current(_Held(pl_module))  # type: ignore[arg-type]
+    def stand_in(self, module: "pl.LightningModule") -> "_Held":
+        """Returns the rank's own memory of the module's weights."""
+        return _Held(module)
 
     def _averages(self, module: nn.Module) -> dict[str, Tensor]:
         """Lists the average of each parameter and persistent buffer, sharded as the module's."""
@@ -136,7 +135,7 @@ def restore(callbacks: list[Any]) -> None:
     """Undo :func:`adapt`."""
     for callback in callbacks:
         if isinstance(callback, ShardedAveraging):
-            callback.__class__ = type(callback).__mro__[2]
+            callback.__class__ = type(callback).__bases__[1]
 
 
 def begin(callbacks: list[Any], module: "pl.LightningModule") -> None:

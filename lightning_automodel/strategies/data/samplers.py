@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
+from lightning_automodel._compat.datasets import is_split_by_node
 from lightning_automodel._compat.lightning import (
     add_worker_init_fn,
     overfits,
@@ -227,8 +228,7 @@ def divides_itself(dataset: object) -> bool:
     """Tells whether an iterable dataset takes its own share, by ``sharded_by_data_rank`` or
     ``split_dataset_by_node``.
     """
-    # Hugging Face's IterableDataset remembers split_dataset_by_node in `_distributed`.
-    return bool(getattr(dataset, "sharded_by_data_rank", False)) or getattr(dataset, "_distributed", None) is not None
+    return bool(getattr(dataset, "sharded_by_data_rank", False)) or is_split_by_node(dataset)
 
 
 def _without_length_if_empty(loader: DataLoader, group: ProcessGroup) -> object:

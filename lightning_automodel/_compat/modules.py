@@ -1,0 +1,35 @@
+"""Private names of torch's modules: their own tables, which public methods read, and write with checks only."""
+
+from torch import Tensor, nn
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the table of the parameters that ``module`` holds itself, to read and to write.
+
+    Assigning to an attribute refuses tensors that are no parameters, and FSDP2 and others take notice of it.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the table of the buffers that ``module`` holds itself, to read and to write."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the table of the modules that ``module`` holds itself, to read and to write.
+
+    Looking at the table finds no module by an attribute that a wrapper hands on to what it wraps.
+    """
+    return module._modules
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Tells whether a buffer of ``module`` is part of its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Takes away what runs before and after the forward pass of ``module``; torch removes hooks by their handles."""
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()

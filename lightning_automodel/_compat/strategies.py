@@ -1,0 +1,38 @@
+"""Private methods of Lightning's strategies and callbacks that ours override: each calls one with a public name."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import ParallelStrategy
+
+
+class LaunchedStrategy(ParallelStrategy):
+    """To stand before a strategy of Lightning that starts processes and joins them in a group."""
+
+    def before_launch(self) -> None:
+        """Runs when the trainer knows how many processes there will be, before any is started."""
+
+    def own_backend(self) -> str | None:
+        """Returns the backend of the group, where the user gave none; ``None``: Lightning's choice."""
+
+    def _configure_launcher(self) -> None:
+        self.before_launch()
+        super()._configure_launcher()
+
+    def _get_process_group_backend(self) -> str:
+        return self.own_backend() or super()._get_process_group_backend()  # type: ignore[misc]
+
+
+class ExchangedAveraging(WeightAveraging):
+    """A callback that exchanges a model's weights and their average through a stand-in for the module."""
+
+    def stand_in(self, module: LightningModule) -> Any:
+        """Returns what has the ``parameters()`` and ``buffers()`` that are exchanged."""
+        return module
+
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        super()._swap_models(self.stand_in(pl_module))
+
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
+        super()._copy_average_to_current(self.stand_in(pl_module))
