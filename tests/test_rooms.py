@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,32 @@ def test_imports_go_down(path: Path) -> None:
     assert not others & set(APART)
     above = sorted(other for other in others if floor_of(other) >= floor_of(room))
     assert not above, f"{room} stands on floor {floor_of(room)} and imports {above}; see FLOORS"
+
+
+def rows_of_map() -> dict[str, tuple[str, set[str]]]:
+    """Floor and imports of each room, as the table of docs/architecture.md has them."""
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text().replace("\\", "")
+    rows = re.findall(r"^\| ([-\d]+) \| `(\w+)(?:/|\.py)` \| .* \| (.*) \|$", text, re.MULTILINE)
+    return {room: (floor, set(imports.replace("`", "").split(", "))) for floor, room, imports in rows}
+
+
+def test_the_map_shows_every_room_and_its_imports() -> None:
+    rows = rows_of_map()
+    assert sorted(rows) == rooms()
+    assert {room: floor for room, (floor, _) in rows.items() if room not in APART} == {
+        room: str(floor) for floor, names in enumerate(FLOORS) for room in names
+    }
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert {*imported_rooms(path)} - {room} <= rows[room][1], path
+
+
+def test_the_map_names_files_that_are_there() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    folders = ("lightning_automodel", "tests", "benchmarks")
+    files = [f"/{path.as_posix()}" for folder in folders for path in (PACKAGE.parent / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 @pytest.mark.parametrize("module", PUBLIC)
