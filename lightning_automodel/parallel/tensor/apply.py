@@ -71,7 +71,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout,
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_recorded_shares(model, tp_mesh.size(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final)
-    install_sliced_draws(model, tp_mesh.get_group(), twins, layout.sequence is not None)
+    install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
     follow_partial_sums(model, layout)
     cut = sum(not found.placement.is_replicate() for found in layout.parameters.values())
     stream = f", the stream cut on {len(streams)} blocks" if streams else ""

@@ -11,7 +11,7 @@ the shapes differ a rank has a slice.
 """
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators
 from lightning_automodel.modules.forward import Context, keep_for_recomputation, wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks
-from lightning_automodel.parallel.tensor.stream import LENGTH
+from lightning_automodel.parallel.tensor.stream import LENGTH, Stream
 from lightning_automodel.parallel.tensor.twins import WholeDraws, is_draw, shape_of_draw, twin_of, whole_draws
 
 _DRAWS = "_draws_of_block"
@@ -38,18 +38,20 @@ def find_twins(model: nn.Module) -> dict[str, nn.Module]:
     return {name: twin_of(block) for name, block in find_blocks(model).items()}
 
 
-def install_sliced_draws(model: nn.Module, group: ProcessGroup, twins: dict[str, nn.Module], is_cut: bool) -> None:
+def install_sliced_draws(
+    model: nn.Module, group: ProcessGroup, twins: dict[str, nn.Module], streams: Mapping[str, Stream]
+) -> None:
     """Make the blocks of ``model``, while they train, draw what one process draws, or what differs between slices.
 
     Args:
         model: split over ``group``.
         group: of the tp axis.
         twins: from :func:`find_twins`.
-        is_cut: residual streams are cut on the sequence.
+        streams: residual streams that are cut on the sequence, by the names of blocks.
     """
     for name, twin in twins.items():
         block = model.get_submodule(name)
-        block.__dict__[_DRAWS] = _BlockDraws(group, twin, is_cut)
+        block.__dict__[_DRAWS] = _BlockDraws(group, twin, streams.get(name))
         block.register_forward_pre_hook(_plan_draws, prepend=True, with_kwargs=True)
         wrap_forward(block, _around)
         keep_for_recomputation(block, _again)
@@ -171,8 +173,8 @@ class _BlockDraws:
         place: of the next draw in this pass.
     """
 
-    def __init__(self, group: ProcessGroup, twin: nn.Module, is_cut: bool) -> None:
-        self.group, self.twin, self.is_cut = group, twin, is_cut
+    def __init__(self, group: ProcessGroup, twin: nn.Module, stream: Stream | None) -> None:
+        self.group, self.twin, self.stream = group, twin, stream
         self.is_watched = True
         self.length: int | None = None
         self.place = 0
@@ -181,18 +183,23 @@ class _BlockDraws:
         self._draws = True
 
     def __deepcopy__(self, memo: dict) -> "_BlockDraws":
-        return _BlockDraws(self.group, copy.deepcopy(self.twin, memo), self.is_cut)
+        return _BlockDraws(self.group, copy.deepcopy(self.twin, memo), self.stream)
 
     def begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a forward pass in training: find the length of its slices, and what the twin draws at that length."""
-        stream = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if self.is_cut and stream is not None and stream.ndim > 2:
-            self.length = getattr(stream, LENGTH, None) or stream.shape[1]
+        value = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if self.stream is not None and value is not None and value.ndim > 2:
+            self.length = self._length_of(value) or value.shape[1]
         if self.is_watched and self.length not in self._plans:
-            plan = _Plan(whole_draws(self.twin, args, kwargs, LENGTH))
+            plan = _Plan(whole_draws(self.twin, args, kwargs, self._length_of))
             self._plans[self.length] = plan
             self._draws = not plan.whole.is_complete or bool(plan.whole.shapes)
             self.is_watched = self._draws
+
+    def _length_of(self, value: Tensor) -> int | None:
+        """Tokens of the whole sequence that ``value`` is a slice of; FSDP2 hands on a tensor without the attribute."""
+        is_slice = self.stream is not None and self.stream.running and self.stream.is_slice(value)
+        return getattr(value, LENGTH, self.stream.length if self.stream is not None and is_slice else None)
 
     @contextmanager
     def watching(self, name: str, place: int) -> Generator[None, None, None]:
@@ -207,7 +214,7 @@ class _BlockDraws:
                 yield
         finally:
             self._is_running = False
-        self.is_watched = self.is_cut or not self._plans[self.length].is_whole
+        self.is_watched = self.stream is not None or not self._plans[self.length].is_whole
 
     @contextmanager
     def unwatched(self) -> Generator[None, None, None]:

@@ -1,7 +1,7 @@
 """Finds what a block would draw on one process: its twin, whole and without memory, runs on meta and notes shapes."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +47,18 @@ class WholeDraws:
     rows: int
 
 
-def whole_draws(twin: nn.Module, args: tuple, kwargs: dict[str, Any], length: str) -> WholeDraws:
+def whole_draws(
+    twin: nn.Module, args: tuple, kwargs: dict[str, Any], length_of: Callable[[Tensor], int | None]
+) -> WholeDraws:
     """Calls ``twin`` on meta, as far as it runs without values.
 
     Args:
         twin: from :func:`twin_of`.
         args: of the block; and so the next.
         kwargs: a cache among them is left out.
-        length: the attribute of a slice that says how long the whole is.
+        length_of: how long the whole is that a tensor is a slice of; ``None`` for what is whole.
     """
-    args, kwargs = _on_meta(args, length), _on_meta(without_cache(kwargs), length)
+    args, kwargs = _on_meta(args, length_of), _on_meta(without_cache(kwargs), length_of)
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):  # for kernels that the twin does not use
         kwargs["attention_mask"] = None
@@ -73,17 +75,17 @@ def whole_draws(twin: nn.Module, args: tuple, kwargs: dict[str, Any], length: st
     return WholeDraws(shapes=noted.shapes, is_complete=is_complete, rows=rows)
 
 
-def _on_meta(value: Any, length: str) -> Any:
+def _on_meta(value: Any, length_of: Callable[[Tensor], int | None]) -> Any:
     """Copy tensors in ``value`` to meta; a slice of the sequence becomes as long as the whole."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
-        if (whole := getattr(value, length, None)) is not None:
+        if (whole := length_of(value)) is not None:
             shape[1] = whole
         return torch.empty(shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
-        return {key: _on_meta(x, length) for key, x in value.items()}
+        return {key: _on_meta(x, length_of) for key, x in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_on_meta(x, length) for x in value)
+        return type(value)(_on_meta(x, length_of) for x in value)
     return value
 
 
