@@ -1,6 +1,6 @@
 """Gives a sharded model the initial weights of one device: drawn whole, equal on all ranks, and sliced."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -144,15 +144,17 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh, apart_from: Set[Tensor
             broadcast(tensor.data, mesh)
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Parameter] = ()) -> None:
     """Casts floating-point parameters to ``dtype`` in place, except those that the model wants in float32.
 
-    Buffers keep their dtype: rotary frequencies in bfloat16 are 1.8 rad off at position 4096.
+    Those in ``wide`` stay in float32 as well if they are. Buffers keep their dtype: rotary frequencies in bfloat16 are
+    1.8 rad off at position 4096.
     """
     lenient = kept_in_float16_models(model) if dtype == torch.float16 else ()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
-            keep = is_kept_in_float32(model, name) or any(pattern in name for pattern in lenient)
+            keep = parameter in wide and parameter.dtype == torch.float32
+            keep = keep or is_kept_in_float32(model, name) or any(pattern in name for pattern in lenient)
             wanted = torch.float32 if keep and dtype.itemsize < 4 else dtype
             if parameter.dtype != wanted:
                 parameter.data = parameter.data.to(wanted)

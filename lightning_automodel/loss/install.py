@@ -9,7 +9,7 @@ A model that is called without labels returns whole logits, so a loss that a use
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_automodel.loss.kernels import check_kernel
 from lightning_automodel.loss.sharded_logits import join_slices
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import has_copies, is_wrapper, unwrapped
 
 _CALLS = "_calls_with_labels"
 _WHOLE_LOSS = "_loss_of_whole_sequences"
@@ -155,18 +156,26 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
         if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:
             continue
         owner.loss_function = loss
-        head = _head_of(owner)
-        shard = _shard_of(head, tp_mesh) if isinstance(head, nn.Linear) else None
+        heads = _linear_heads(_head_of(owner))
+        shard = _shard_of(heads[0], tp_mesh) if heads else None
         if shard is not None and (deferred or shard.group is not None):
-            _install_head(owner, head, shard, tp_mesh, config if deferred else None)
+            _install_heads(owner, heads, shard, tp_mesh, config if deferred else None)
             found = True
             how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from slices"
             log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {shard.size} classes")
     if deferred and not found:
-        raise ValueError(
-            f"{type(model).__name__} does not compute transformers' causal loss from one linear head that is whole or "
-            "cut on the vocabulary, which a loss without logits needs; use chunked_loss=None and loss_kernel='torch'"
-        )
+        raise ValueError(_no_head(model))
+
+
+def _no_head(model: nn.Module) -> str:
+    heads = (_head_of(m) for m in model.modules() if isinstance(m, PreTrainedModel))
+    adapted = any(is_wrapper(head) and not has_copies(head) for head in heads if head is not None)
+    way_out = "leave the head out of what is adapted, or name it in modules_to_save, or " if adapted else ""
+    return (
+        f"{type(model).__name__} does not compute transformers' causal loss from one linear head that is whole or cut "
+        f"on the vocabulary{' and has no adapter' if adapted else ''}, which a loss without logits needs; {way_out}use "
+        "chunked_loss=None and loss_kernel='torch'"
+    )
 
 
 def _loss_for(model: PreTrainedModel) -> Callable[..., Tensor] | None:
@@ -186,6 +195,13 @@ def _head_of(model: PreTrainedModel) -> Any:
     return next((head for head in inner if head is not None), None)
 
 
+def _linear_heads(head: Any) -> list[nn.Linear]:
+    """Returns the head, or itself and the copies of it that train in its place, if it is linear."""
+    copies: Any = head.modules_to_save.values() if is_wrapper(head) and has_copies(head) else ()
+    found = [unwrapped(head), *copies] if copies else [head]
+    return found if all(isinstance(module, nn.Linear) for module in found) else []
+
+
 def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:
     """Finds the rank's shard of the vocabulary; ``None`` if the head is split in another way."""
     (placement,) = head.weight.placements if isinstance(head.weight, DTensor) else (Replicate(),)
@@ -194,14 +210,20 @@ def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:
     return VocabShard.of(head.weight.shape[0], None if placement.is_replicate() else tp_mesh.get_group())
 
 
-def _install_head(
-    owner: PreTrainedModel, head: nn.Linear, shard: VocabShard, tp_mesh: DeviceMesh, config: StageSwitches | None
+def _install_heads(
+    owner: PreTrainedModel,
+    heads: Sequence[nn.Linear],
+    shard: VocabShard,
+    tp_mesh: DeviceMesh,
+    config: StageSwitches | None,
 ) -> None:
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
     name = type(owner).__name__
     forward = _deferred_forward(shard, config, name) if config else _split_forward(shard, tp_mesh)
-    head.forward = MethodType(forward, head)  # type: ignore[method-assign]
+    for head in heads:
+        vars(head)[_CALLS] = _calls(_head_of(owner))
+        head.forward = MethodType(forward, head)  # type: ignore[method-assign]
 
 
 def _enter_model(model: PreTrainedModel) -> Callable:
@@ -223,7 +245,7 @@ def _calls(head: nn.Module) -> list[bool]:
     A model may call another one inside of it without labels, and compute the loss from its logits. Kept on the head and
     not in a closure, because a copy of the model must ask its own head.
     """
-    return head.__dict__.setdefault(_CALLS, [])
+    return vars(head).setdefault(_CALLS, [])
 
 
 def _has_labels(head: nn.Module) -> bool:

@@ -55,3 +55,10 @@ def without_wrappers(model: nn.Module) -> Iterator[bool]:
     finally:
         for parent, name, child in replaced:
             own_children(parent)[name] = child
+
+
+def adapters_of(model: nn.Module) -> set[nn.Parameter]:
+    """Collect the parameters that wrappers add to ``model``."""
+    with without_wrappers(model):
+        of_layers = set(model.parameters())
+    return set(model.parameters()) - of_layers

@@ -37,6 +37,7 @@ from lightning_automodel.loading.initialize import broadcast_weights, cast_param
 from lightning_automodel.loss.install import install_loss
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import adapters_of
 from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
 from lightning_automodel.parallel.autocast import install_autocast
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel

@@ -30,15 +30,22 @@ def lora(model: nn.Module, **fields: Any) -> nn.Module:
 class Adapted(L.LightningModule):
     """Keeps losses and whole gradients of every step."""
 
-    def __init__(self, directory: Path, adapt: Callable[[nn.Module], nn.Module], keeps_gradients: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        adapt: Callable[[nn.Module], nn.Module],
+        dtype: torch.dtype = torch.float32,
+        keeps_gradients: bool = True,
+    ) -> None:
         super().__init__()
-        self.directory, self.adapt, self.keeps_gradients, self.model = directory, adapt, keeps_gradients, None
+        self.directory, self.adapt, self.kind, self.model = directory, adapt, dtype, None
+        self.keeps_gradients = keeps_gradients
         self.losses: list[float] = []
         self.gradients: list[dict[str, Tensor]] = []
 
     def configure_model(self) -> None:
         if self.model is None:
-            base = AutoModelForCausalLM.from_pretrained(self.directory)
+            base = AutoModelForCausalLM.from_pretrained(self.directory, dtype=self.kind)
             self.held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base.parameters())
             torch.manual_seed(5)
             self.model = self.adapt(base)
@@ -61,9 +68,9 @@ class Adapted(L.LightningModule):
 ARGUMENTS: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
-def on_one_process(directory: Path, adapt: Callable) -> Adapted:
+def on_one_process(directory: Path, adapt: Callable, dtype: torch.dtype) -> Adapted:
     """What Lightning's loop does: clipping, accumulation, three steps, with the batches of all data ranks."""
-    module = Adapted(directory, adapt)
+    module = Adapted(directory, adapt, dtype)
     module.configure_model()
     optimizer = module.configure_optimizers()
     rows = iter(batches(1, 32))
@@ -80,12 +87,15 @@ def on_one_process(directory: Path, adapt: Callable) -> Adapted:
     return module
 
 
-def error(layout: str, adapt: Callable, directory: Path, **arguments: Any) -> tuple[float, str]:
+def error(
+    layout: str, adapt: Callable, directory: Path, precision: Any = "32-true", **arguments: Any
+) -> tuple[float, str]:
     """Runs on each rank: the largest relative error of a loss, a gradient or a weight, and what has it."""
-    expected = on_one_process(directory, adapt)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    expected = on_one_process(directory, adapt, dtype)
     chosen = LAYOUTS[layout]
-    module = Adapted(directory, adapt, keeps_gradients=not layout.startswith("megatron"))
-    make_trainer(chosen.make(**arguments), **ARGUMENTS).fit(module, batches(chosen.data_size, 32))
+    module = Adapted(directory, adapt, dtype, keeps_gradients=not layout.startswith("megatron"))
+    make_trainer(chosen.make(**arguments), precision=precision, **ARGUMENTS).fit(module, batches(chosen.data_size, 32))
     return largest(module, expected)
 
 
@@ -118,6 +128,31 @@ def test_adapters_are_exact_on_two_ranks(layout: str, directory: Path, pool2: Po
     arguments = {"config": FSDP2Config(sequence_parallel=True)} if layout == "fsdp2-tp2" else {}
     for found in pool2.run(error, layout, lora, directory, **arguments, trainer=True):
         assert found[0] <= BOUND, found
+
+
+def test_adapters_in_float32_beside_a_narrow_base(directory: Path, pool2: Pool) -> None:
+    for layout in ("ddp-2", "fsdp2-dp2"):
+        adapt = partial(lora, init_lora_weights=False)
+        for found in pool2.run(error, layout, adapt, directory, precision="bf16-true", trainer=True):
+            assert found[0] <= BOUND, (layout, found)
+
+
+def errors_of_rounding(directory: Path) -> tuple[float, float]:
+    """Runs on each rank: of first gradients in bfloat16 to those in float32, on the mesh and on one process."""
+    adapt = partial(lora, init_lora_weights=False)
+    wide, narrow = (on_one_process(directory, adapt, dtype) for dtype in (torch.float32, torch.bfloat16))
+    module = Adapted(directory, adapt, torch.bfloat16)
+    make_trainer({"tp": 2}, precision="bf16-true", **ARGUMENTS).fit(module, batches(1, 32))
+    assert {p.dtype for p in module.model.parameters() if p.requires_grad} == {torch.float32}
+    expected = wide.gradients[0]
+    mesh, one = (max(relative(x.gradients[0][n], expected[n]) for n in expected) for x in (module, narrow))
+    return mesh, one
+
+
+@pytest.mark.long
+def test_a_narrow_base_that_is_split_errs_by_rounding(directory: Path, pool2: Pool) -> None:
+    for mesh, one in pool2.run(errors_of_rounding, directory, trainer=True):
+        assert mesh <= 2 * one
 
 
 def by_method(method: str, base: Any) -> Any:

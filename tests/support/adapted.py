@@ -15,6 +15,7 @@ from tests.support.families import tiny_model
 EXPERTS = ("gate_up_proj", "down_proj")
 METHODS: dict[str, dict[str, Any]] = {
     "all-linear": {"target_modules": "all-linear"},
+    "dropout": {"target_modules": "all-linear", "lora_dropout": 0.3},
     "rslora": {"target_modules": "all-linear", "use_rslora": True},
     "dora": {"target_modules": "all-linear", "use_dora": True},
     "bias": {"target_modules": "all-linear", "bias": "all", "lora_bias": True},
