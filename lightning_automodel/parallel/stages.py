@@ -150,7 +150,7 @@ def _check_sequence_parallel(model: nn.Module, config: StageSwitches, layout: La
 
 def _store_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None:
-        cast_parameters(model, dtype)
+        cast_parameters(model, dtype, wide=adapters_of(model))  # as peft makes them, beside a narrower base
         log(f"{class_names(model)[0]}: parameters are stored in {dtype}")
 
 
