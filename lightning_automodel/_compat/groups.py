@@ -1,5 +1,7 @@
 """Private names of torch.distributed: the store over which processes have met, and what is known of its groups."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
@@ -29,6 +31,28 @@ def address_of(store: Store) -> tuple[str, int] | None:
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Give the ranks of several axes a group of their own, under ``name`` of the root mesh. Not public yet."""
     return mesh._flatten(name)
+
+
+@contextmanager
+def concatenated_once() -> Generator[None, None, None]:
+    """Makes FSDP2 put its axes and those of tensor parallelism side by side once, within this context.
+
+    torch 2.13 makes such a mesh for every parameter, several milliseconds each.
+    """
+    original = DeviceMesh._concatenate
+    made: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}  # what has an id there must live
+
+    def once(meshes: list[DeviceMesh]) -> DeviceMesh:
+        key = tuple(map(id, meshes))
+        if key not in made:
+            made[key] = (meshes, original(meshes))
+        return made[key][1]
+
+    DeviceMesh._concatenate = staticmethod(once)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(original)  # type: ignore[method-assign]
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:

@@ -23,6 +23,7 @@ from lightning_automodel._compat import (
     reduce_unused_parameters,
     tree_leaves,
 )
+from lightning_automodel._compat.groups import concatenated_once
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
@@ -59,7 +60,8 @@ class FSDP2Sharding:
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
         if self.sums_gradients:
-            apply_fsdp2(model, self.axes.data, self.config, self.mp_policy)
+            with concatenated_once():
+                apply_fsdp2(model, self.axes.data, self.config, self.mp_policy)
         else:
             mark_as_unit(model, self.axes.data, self.config, self.mp_policy)
         install_saving(model)

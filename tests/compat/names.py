@@ -31,7 +31,7 @@ ATTRIBUTES = {
     "torch.distributed:ProcessGroup": ("_device_types", "_get_backend"),
     "torch.distributed:ProcessGroupGloo._Options": ("_timeout",),
     "torch.distributed.distributed_c10d:": ("_set_pg_timeout",),
-    "torch.distributed.device_mesh:DeviceMesh": ("_flatten", "_get_root_mesh", "_pg_registry"),
+    "torch.distributed.device_mesh:DeviceMesh": ("_concatenate", "_flatten", "_get_root_mesh", "_pg_registry"),
     "torch.nn:Module": (
         "_apply",
         "_buffers",
