@@ -8,19 +8,23 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import lightning
+import lightning.pytorch
 import pytest
 import torch
 import transformers
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel._compat import recorded_outputs
 from lightning_automodel.loss.install import _LOSSES
+from lightning_automodel.plans import context
 from lightning_automodel.plans.attention_heads import names_in_code
 from lightning_automodel.testing.pool import Pool
 from tests.compat.names import ATTRIBUTES, COMPAT, INHERITED, PACKAGE, PARAMETERS, own_names, private_attributes
 from tests.plans.support import build_llama
+from tests.support.families import tiny_model
 
 VERSIONS = f"torch {torch.__version__}, lightning {lightning.__version__}, transformers {transformers.__version__}"
 
@@ -93,6 +97,26 @@ def test_the_loss_is_found_in_the_code_of_a_model() -> None:
 def test_heads_are_found_in_the_code_of_an_attention() -> None:
     attention = build_llama().model.layers[0].self_attn
     assert "head_dim" in names_in_code(attention)
+
+
+def test_attention_that_works_on_rows_is_found_in_its_code() -> None:
+    model = build_llama()
+    layer = model.model.layers[0]
+    assert context.REGISTRY in context.names_of(layer.self_attn)
+    assert context.treatment_of(layer.self_attn) is context.Treatment.ATTENTION
+    assert context.treatment_of(layer.mlp) is context.Treatment.TOKENWISE
+    assert {"attention_mask", "position_embeddings"} <= context.handed_to_children(layer)
+    assert context.hands_on(model, "model")
+
+
+def test_recorded_router_logits_are_found_in_the_hooks_of_a_model() -> None:
+    model = tiny_model("mixtral")
+    names = [name for name, _, _ in recorded_outputs(model, "router_logits")]
+    assert names == [f"model.layers.{i}.mlp.gate" for i in range(model.config.num_hidden_layers)]
+
+
+def test_a_training_step_in_the_frames_of_an_error_of_an_optimizer() -> None:
+    assert {"closure", "training_step"} <= {*vars(Closure), *vars(lightning.pytorch.LightningModule)}
 
 
 def state_of_fsdp2() -> list[str]:

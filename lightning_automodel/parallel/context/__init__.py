@@ -12,12 +12,12 @@
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.context.blocks import install_on_blocks, install_on_children
 from lightning_automodel.parallel.context.models import install_on_models
 from lightning_automodel.parallel.context.state import Pass, Stream
-from lightning_automodel.plans.context import ContextLayout
+from lightning_automodel.plans.context import ContextLayout, Treatment
 
 __all__ = ["ContextParallel"]
 
@@ -41,6 +41,7 @@ class ContextParallel:
         self.model, self.layout = model, layout
         self.call = Pass(group, balanced, exchange)
         self.streams = [Stream(self.call, entry) for entry in layout.lists]
+        _tell_found(model, layout, group.size())
         _tell_cost(model, layout, group.size())
 
     def install_outside(self) -> None:
@@ -53,6 +54,17 @@ class ContextParallel:
         for stream in self.streams:
             install_on_children(self.model, stream, self.layout)
         install_on_models(self.model, self.call, self.streams, self.layout)
+
+
+def _tell_found(model: nn.Module, layout: ContextLayout, ranks: int) -> None:
+    """What a class does with tokens is read from its code, which another release of transformers may spell anew."""
+    exchanging = [name for name, treatment in layout.children.items() if treatment is Treatment.ATTENTION]
+    classes = sorted({type(model.get_submodule(name)).__name__ for name in exchanging}) or ["none"]
+    rows = "rows" if layout.models and all(layout.models.values()) else "the whole sequence"
+    log(
+        f"cp={ranks}: by its code, attention of {class_names(model)[0]} that works on rows is {', '.join(classes)} "
+        f"({len(exchanging)} modules), and the head gets {rows}"
+    )
 
 
 def _tell_cost(model: nn.Module, layout: ContextLayout, ranks: int) -> None:

@@ -287,7 +287,10 @@ def install_recorded_shares(model: nn.Module, tp: int, layout: Layout) -> None:
 
     What the layer itself computes with stays as it is: one hook before transformers' and one after it.
     """
-    for name, module, index in list(recorded_outputs(model, "router_logits")):
+    found = list(recorded_outputs(model, "router_logits"))
+    if found:
+        log(f"{class_names(model)[0]}: transformers records router_logits of {len(found)} modules")
+    for name, module, index in found:
         if outermost(layout.boundaries, name) is not None:
             module.register_forward_hook(_share_hook(index, tp), prepend=True)
             module.register_forward_hook(_unshare_hook(index))
