@@ -44,7 +44,7 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def route_masks(around: Callable[..., Any]) -> None:
-    """From now on transformers calls ``around(function, **arguments)`` in the place of functions that build masks.
+    """Make transformers call ``around(function, **arguments)`` in the place of functions that build masks.
 
     They are registered by name, for all models of the process: ``around`` finds out whom a call concerns.
     """

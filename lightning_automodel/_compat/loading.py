@@ -110,7 +110,7 @@ def empty_loading_info() -> LoadStateDictInfo:
 
 @contextmanager
 def reports_on_rank_zero() -> Generator[None, None, None]:
-    """Keeps the table of missing and unexpected weights, which transformers logs on every rank, to one."""
+    """Let rank 0 alone log transformers' table of missing and unexpected weights."""
     log = logging.getLogger("transformers.modeling_utils")
     before = log.disabled
     log.disabled = before or (dist.is_initialized() and dist.get_rank() != 0)

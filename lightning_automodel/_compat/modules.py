@@ -1,4 +1,4 @@
-"""Private names of torch's modules: their own tables, which public methods read, and write with checks only."""
+"""Private names of torch's modules: the tables that public methods read, and write with checks only."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Waits until all ranks call the same function, and says which of them do not."""
+"""Waits until all ranks call the same function, and names those that do not."""
 
 import time
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Rows of all heads, or all rows of some heads: how attention over a sequence that is cut moves between the two.
+"""Exchanges rows of all heads for all rows of some heads, for attention over a sequence that is cut.
 
 ::
 

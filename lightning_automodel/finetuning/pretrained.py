@@ -1,4 +1,4 @@
-"""Names of pretrained models and tokenizers that lead nowhere, as an error that says so."""
+"""Turns names of pretrained models and tokenizers that lead nowhere into an error that says so."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

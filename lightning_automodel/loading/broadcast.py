@@ -1,4 +1,4 @@
-"""Sends a tensor from rank 0 to all."""
+"""Broadcasts a tensor from rank 0 to all."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Reads weights where they will lie before the model is made parallel, so that adapters may be added in between.
+"""Gives parameters their placements before the model is made parallel, so that adapters may be added in between.
 
 ::
 

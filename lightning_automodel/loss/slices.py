@@ -69,9 +69,8 @@ class Slices:
         return reduce_out(values, self.mesh.get_group())
 
     def log_sum(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the largest of ``values`` [..., vocab / tp] over all ranks, and the logarithm of the sum of exp of
-        the rest;
-        both [..., 1].
+        """Compute the log-sum-exp of ``values`` [..., vocab / tp] over all ranks, as the largest value and the
+        logarithm of the sum of ``exp(value - largest)``; both [..., 1].
         """
         group = self.mesh.get_group()
         largest = values.new_full((*values.shape[:-1], 1), -torch.inf)

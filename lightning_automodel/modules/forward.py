@@ -42,7 +42,8 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
 
 
 def keep_for_recomputation(block: nn.Module, snapshot: Snapshot) -> None:
-    """Runs recomputations of ``block`` in the backward pass inside of the forward pass's ``snapshot(block)``.
+    """Run recomputations of ``block`` in the backward pass inside of the context that ``snapshot(block)`` gave in the
+    forward pass.
 
     For what hooks put in place during the forward pass: a recomputation runs without them.
     """

@@ -1,4 +1,4 @@
-"""Which dim of a parameter FSDP2 cuts."""
+"""Chooses the dim of a parameter that FSDP2 cuts."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Which modules FSDP2 gathers together (its units), and which of them it frees after their forward pass."""
+"""Chooses the modules that FSDP2 gathers together (its units), and which of them it frees after their forward pass."""
 
 from collections.abc import Set
 from itertools import groupby

@@ -239,8 +239,8 @@ class Structure:
         return False
 
     def _split_inputs_of_whole_parents(self) -> None:
-        """Splits the input of a row style where its parent computes with whole matrices and nothing splits them (a plan
-        that is about another kind of layer of the same name), its input is whole.
+        """Split the input of a row-parallel module whose parent computes with whole matrices, where nothing else does.
+        Such a plan is about another kind of layer of the same name.
         """
         for name, style in self.module_styles.items():
             parent = self.modules[name.rpartition(".")[0]]

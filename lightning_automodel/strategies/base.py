@@ -136,7 +136,7 @@ class SharedHooks(SavingStrategy):
 
     @property
     def is_filling(self) -> bool:
-        """Whether the present evaluation step repeats a batch for the sake of other ranks, and its results are dropped.
+        """Tell whether the present evaluation step is a filler, whose results are dropped.
 
         For steps that have effects of their own, such as writing a file.
         """

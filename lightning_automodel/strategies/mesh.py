@@ -97,7 +97,7 @@ class OnMesh(LaunchedStrategy):
 
     @property
     def _module(self) -> "pl.LightningModule":
-        """What the user passed; ``self.model`` may wrap it, and has other names for its parameters then."""
+        """Return the module that the user passed; ``self.model`` may wrap it, with other names of parameters."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -130,9 +130,7 @@ class OnMesh(LaunchedStrategy):
         return f"{trainer.state.fn} {trainer.state.stage} {trainer.fit_loop.total_batch_idx}"
 
     def check_all_end(self) -> None:
-        """Raises an exception again, for callbacks that save on it, if ranks live that it has not reached, or ranks are
-        gone, since nothing can be saved without them.
-        """
+        """Raise the exception again before callbacks save on it, unless all ranks have it: some would not take part."""
         error = sys.exception()
         is_ending = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if is_ending and error is not None and not self._peers.have_all_failed(error):

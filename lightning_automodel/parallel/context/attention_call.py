@@ -1,4 +1,4 @@
-"""One call of an attention function, which the exchanges make in parts."""
+"""Describes one call of an attention function, which the exchanges make in parts."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

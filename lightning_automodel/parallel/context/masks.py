@@ -1,4 +1,4 @@
-"""Masks by rows: a model on rows builds only the rows of a mask that its queries need.
+"""Builds masks by rows: a model on rows needs only those of its queries.
 
 ::
 
@@ -81,7 +81,7 @@ def _build(function: Callable[..., Tensor | None], **arguments: Any) -> Tensor |
 
 @contextmanager
 def building_rows(masks: RowMasks) -> Iterator[None]:
-    """Inside, transformers' mask functions build the rows of ``masks``."""
+    """Make transformers' mask functions build the rows of ``masks``, within this context."""
     route_masks(_build)
     token = _CURRENT.set(masks)
     try:

@@ -73,12 +73,12 @@ class ModelOnRows(SharedByCopies):
         self.arguments: list[str] = []
 
     def begin_with(self, model: nn.Module) -> None:
-        """Begin where ``model`` is entered."""
+        """Call :meth:`enter` where ``model`` is entered."""
         self.arguments = _arguments(model)
         model.register_forward_pre_hook(self.enter, with_kwargs=True)
 
     def end_with(self, model: nn.Module) -> None:
-        """End where ``model`` is left, also if it raised."""
+        """Call :meth:`leave` where ``model`` is left, also if it raised."""
         model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -100,7 +100,7 @@ class ModelOnRows(SharedByCopies):
         call.leaves_rows = self.leaves_rows and not _is_given(given.get("logits_to_keep"))
 
     def leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        """Mark logits of rows, which go to who called the model, for what they are."""
+        """Mark the logits that go to the caller as rows where they are."""
         call = self.call
         call.depth -= 1
         if call.depth:
@@ -180,7 +180,7 @@ class HolderOnRows(SharedByCopies):
         return args, {**kwargs, "use_cache": False}
 
     def leave(self, holder: nn.Module, args: tuple, output: Any) -> Any:
-        """Hand hidden states on as rows where they go to the head, and whole otherwise, as all else that is rows."""
+        """Hand hidden states on as rows if they go to the head; gather them otherwise, and all else that is rows."""
         rows = self.call.rows
         self.call.stop_building()
         for stream in self.streams:

@@ -64,7 +64,7 @@ class Pass:
     building: ExitStack = field(default_factory=ExitStack)
 
     def build_row_masks(self) -> None:
-        """From now on masks of the sequence are built by rows, unless heads are exchanged, which needs them whole."""
+        """Build masks of the sequence by rows from now on, unless heads are exchanged, which needs them whole."""
         rows = self.divide(self.shape[1]) if len(self.shape) == 2 and self.exchange != "all_to_all" else None
         if rows is not None:
             self.row_masks = RowMasks(rows)

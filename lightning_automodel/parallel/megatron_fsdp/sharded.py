@@ -185,7 +185,7 @@ class ShardedModules:
     # ---- which rank holds what ---------------------------------------------------------------------------------------
 
     def _keep_originals(self, originals: dict[str, Tensor], starts: dict[str, int]) -> None:
-        """Gives the optimizer's parameters, made from narrow ones, the digits that these have lost."""
+        """Restore the optimizer's parameters from wide originals: they were made from narrow ones, and lost digits."""
         for name, value in originals.items():
             local = _local(self._parameters[name].detach())
             local.copy_(value[starts[name] : starts[name] + _rows(local)])

@@ -119,7 +119,7 @@ class BlockOnStream(SharedByCopies):
 
 
 def _warn_of_other_streams(stream: Stream, block: str, value: Tensor) -> None:
-    """Compiled graphs have no room for warnings."""
+    """Warn once of a stream that has no sequence to cut; compiled graphs have no room for warnings."""
     if not stream.has_tokens(value) and not torch.compiler.is_compiling():
         warn_once(
             f"sequence_parallel=True has no effect on {block} and the blocks behind it: what enters is "

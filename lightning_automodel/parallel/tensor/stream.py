@@ -51,7 +51,7 @@ class Stream:
     running: bool = False
 
     def length_of(self, value: Tensor) -> int | None:
-        """Tokens to cut of a ``value`` that enters the first block; ``None`` where it must stay whole.
+        """Count the tokens to cut of a ``value`` that enters the first block; ``None`` where it must stay whole.
 
         That is where there are too few to cut, as in generation token by token, or where it is not known which
         dimension is the sequence, as with gemma3n's [streams, batch, seq, features].
@@ -99,7 +99,7 @@ class Stream:
         return self.is_flat(first) if whole else self.is_flat_slice(first)
 
     def unflatten(self, value: Tensor, whole: bool) -> Tensor:
-        """[batch x tokens, ...] to [batch, tokens, ...]."""
+        """Turn [batch x tokens, ...] into [batch, tokens, ...]."""
         return value.unflatten(0, (self.batch, self.length if whole else self._rows()))
 
     def mark(self, outputs: tuple) -> None:

@@ -26,7 +26,7 @@ _COUNTS = "averaging_state"
 
 
 class ShardedAveraging(ExchangedAveraging):
-    """What takes the place of the methods of a ``WeightAveraging`` callback."""
+    """The methods that take the place of those of a ``WeightAveraging`` callback."""
 
     _saved: Mapping[str, Any] | None = None
 

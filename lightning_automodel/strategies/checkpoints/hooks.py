@@ -42,7 +42,7 @@ Checkpoint = dict[str, Any]
 
 
 class Restoration:
-    """Weights that wait for the end of ``setup``; afterwards they are restored at once.
+    """Defers the restoration of weights to the end of ``setup``; afterwards they are restored at once.
 
     Attributes:
         path: of the checkpoint, for messages.

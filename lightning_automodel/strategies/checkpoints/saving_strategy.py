@@ -50,7 +50,7 @@ class SavingStrategy(OnMesh):
         self._seen = SeenSamples()
 
     def choose_checkpoints(self, distributed: bool, in_background: bool, skips_damaged: bool) -> None:
-        """Folders or plain files, whether training goes on while a folder is written, and what "last" means.
+        """Choose folders or plain files, whether training goes on while a folder is written, and what "last" means.
 
         Raises:
             ValueError: for files in the background.
@@ -125,7 +125,7 @@ class SavingStrategy(OnMesh):
             self._async_save = in_background
 
     def _end_background_save(self) -> None:
-        """Returns when the last checkpoint is on disk."""
+        """Wait until the last checkpoint is on disk."""
         try:
             self._background.close()
         except RuntimeError as error:
@@ -166,7 +166,7 @@ class SavingStrategy(OnMesh):
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the processes have met; before, a module that is connected is whole, and a file holds it."""
+        """Tell whether the processes have met; before, a module that is connected is whole, and a file holds it."""
         return self._device_mesh is not None
 
     def _is_about_to_be_restored(self, model: PreTrainedModel) -> bool:

@@ -38,7 +38,7 @@ AtOnce = Callable[[], AbstractContextManager[None]]
 
 
 class Preemption:
-    """The notes of this process, and what becomes of them."""
+    """Notes the signals of this process, and acts on those of all ranks between two steps."""
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
