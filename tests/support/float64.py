@@ -32,7 +32,13 @@ class _Widen(TorchFunctionMode):
             func = Tensor.double
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
             return _grouped_mm(*args, **(kwargs or {}))
+        if func in _REINTERPRET:
+            return func(*args, **(kwargs or {}))
         return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+_REINTERPRET = (Tensor.view, torch.frombuffer)
+"""Take bytes, those of a file, for numbers of the dtype that they have."""
 
 
 def _grouped_mm(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
