@@ -144,7 +144,12 @@ def _check_sequence_parallel(model: nn.Module, config: StageSwitches, layout: La
             "sequence_parallel=True cuts the residual stream of transformers' models only, but "
             f"{type(model).__name__} is none: what else enters its blocks is not known; use sequence_parallel=False"
         )
-    if layout.sequence is not None and not layout.sequence.block_lists:
+    if layout.sequence is not None and layout.sequence.mixing:
+        warn_once(
+            f"sequence_parallel=True does nothing for {' and '.join(sorted(layout.sequence.mixing))}: tokens may meet "
+            "in the code of these blocks themselves (attention belongs into a child); their stream stays whole: exact"
+        )
+    elif layout.sequence is not None and not layout.sequence.block_lists:
         warn_once(f"sequence_parallel=True does nothing for {class_names(model)[0]}: its plan splits no block")
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
 from lightning_automodel.plans.additions import MIXES_TOKENS
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks
+from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 ROWS_OF_ATTENTION = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
@@ -132,12 +133,12 @@ def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: d
     names = list(blocks)
     above = model.get_submodule(parent)
     after = set(names) if computes_between_blocks(above) else set()
-    if names_of(above) & _SHAPES or parent != holder:  # what follows is not only a norm
+    if names_of(above) & _SHAPES or parent != holder or not is_measured(above):  # what follows is not only a norm
         after.add(names[-1])
     layout.lists.append(BlockList(names, after, holder))
     for name, block in blocks.items():
         unknown = set(ordered_arguments(block)[1:]) - _ARGUMENTS_OF_BLOCKS
-        if not unknown <= handed_to_children(block):
+        if not unknown <= handed_to_children(block) or not keeps_tokens_apart(block):
             layout.gathered_blocks.add(name)
             continue
         layout.children |= _treatments_of_children(block, name)
@@ -236,7 +237,10 @@ def _meets_tokens(module: nn.Module) -> bool:
     """Tell whether tokens may meet in ``module``: not where it takes the stream alone and holds nothing that mixes."""
     if set(ordered_arguments(module)[1:]) - _BESIDE:
         return True
-    return any(isinstance(inner, _MIXING) or REGISTRY in names_of(inner) for inner in module.modules())
+    return any(
+        isinstance(inner, _MIXING) or REGISTRY in names_of(inner) or not keeps_tokens_apart(inner)
+        for inner in module.modules()
+    )
 
 
 def names_of(module: nn.Module) -> set[str]:

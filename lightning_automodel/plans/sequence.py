@@ -9,6 +9,7 @@ from torch import nn
 from lightning_automodel.modules.structure import CONTAINERS, class_names, text_config
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 from lightning_automodel.plans.styles import Leave, Style
+from lightning_automodel.plans.tokenwise import keeps_tokens_apart, loops_keep_tokens_apart
 
 STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
 """Arguments of a block that hold one row per token: the stream first."""
@@ -37,12 +38,14 @@ class SequenceLayout:
         block_lists: names of the blocks of each list that runs on a cut stream, in order.
         children: by block, the children that see the whole sequence.
         sliced: names of the parameters that see a slice of the sequence only.
+        mixing: classes of blocks whose own code may mix tokens: their stream stays whole.
         beside: streams that the blocks hold beside each other for each token: [batch, seq, beside, features].
     """
 
     block_lists: list[list[str]] = field(default_factory=list)
     children: dict[str, dict[str, ChildCollectives]] = field(default_factory=dict)
     sliced: set[str] = field(default_factory=set)
+    mixing: set[str] = field(default_factory=set)
     beside: int | None = None
 
 
@@ -68,6 +71,9 @@ def derive_sequence_layout(
         if any(other.startswith(f"{name}.") for other in planned):
             lists.setdefault(name.rpartition(".")[0], []).append(name)
     for list_name, names in lists.items():
+        if mixing := {type(blocks[name]).__name__ for name in names if not keeps_tokens_apart(blocks[name])}:
+            layout.mixing |= mixing
+            continue
         holder = model.get_submodule(list_name.rpartition(".")[0])
         layout.block_lists += [[name] for name in names] if computes_between_blocks(holder) else [names]
         for name in names:
@@ -83,12 +89,14 @@ def derive_sequence_layout(
 
 
 def computes_between_blocks(holder: nn.Module) -> bool:
-    """Tells whether a module changes the stream between its blocks, where it must be whole: known of its class, or
-    told by an
-    argument for features of a vision tower that are added to single tokens there ("deepstack").
+    """Tell whether a module changes the stream between its blocks, where it must be whole.
+
+    This is known of its class, told by an argument for features of a vision tower that are added to single tokens there
+    ("deepstack"), or cannot be excluded of code that is not transformers'.
     """
     takes_features = any(name.startswith("deepstack") for name in inspect.signature(holder.forward).parameters)
-    return takes_features or any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
+    is_known = takes_features or any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
+    return is_known or not loops_keep_tokens_apart(holder)
 
 
 def _whole_children(module: nn.Module, name: str, planned: set[str]) -> list[str]:
@@ -111,5 +119,6 @@ def _collectives(name: str, boundaries: Sequence[str], styles: list[Style]) -> C
 
 
 def _mixes_tokens(module: nn.Module, name: str, planned: set[str]) -> bool:
-    has_matrix = any(p.ndim >= 2 for p in module.parameters())
-    return has_matrix or any(n == name or n.startswith(f"{name}.") for n in planned)
+    if any(p.ndim >= 2 for p in module.parameters()) or not all(map(keeps_tokens_apart, module.modules())):
+        return True
+    return any(n == name or n.startswith(f"{name}.") for n in planned)

@@ -1,0 +1,123 @@
+"""Tells whether tokens may meet in the code of a module: read off the source, where no table of ours has measured it.
+
+::
+
+    residual + self.mlp(self.norm(x))           sums, products, children, activations      tokens stay apart
+    x.pow(2).mean(-1)                           what works on the last dimension           tokens stay apart
+    q @ k.transpose(-2, -1), x[:, 1:], cumsum   anything else                              tokens may meet
+
+Code of transformers and of torch's modules is compared with one process family by family; other code is a user's, or
+comes with a checkpoint.
+"""
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from torch import Tensor, nn
+
+_MEASURED = ("transformers.", "torch.nn.", "peft.", "lightning_automodel.")
+_APART = {
+    *(
+        "torch",
+        "nn",
+        "functional",
+        "F",
+        "math",
+        "gelu",
+        "silu",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "softplus",
+        "leaky_relu",
+        "elu",
+    ),
+    *(
+        "dropout",
+        "linear",
+        "layer_norm",
+        "rms_norm",
+        "square",
+        "pow",
+        "sqrt",
+        "rsqrt",
+        "exp",
+        "log",
+        "abs",
+        "clamp",
+        "neg",
+    ),
+    *("add", "sub", "mul", "div", "add_", "mul_", "to", "float", "type_as", "dtype", "device", "contiguous", "float32"),
+    *("bfloat16", "float16", "training", "get", "pop", "append"),
+}
+_ON_LAST = {"chunk", "split", "mean", "sum", "var", "norm", "softmax", "cat"}
+_BUILTINS = {"isinstance", "int", "float", "tuple", "len", "bool", "getattr", "hasattr"}
+_NEVER = (ast.For, ast.While, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp, ast.MatMult)
+
+
+def keeps_tokens_apart(module: nn.Module) -> bool:
+    """Tell whether the forward pass of ``module`` itself, its children aside, treats every token alone."""
+    if is_measured(module):
+        return True
+    body = _body(module)
+    return body is not None and _are_apart(body, module)
+
+
+def loops_keep_tokens_apart(holder: nn.Module) -> bool:
+    """Tell whether the loops in which ``holder`` runs its blocks do nothing else in which tokens may meet."""
+    if is_measured(holder):
+        return True
+    loops = [node for statement in _body(holder) or [] for node in ast.walk(statement) if isinstance(node, ast.For)]
+    return bool(loops) and all(_are_apart(loop.body, holder) for loop in loops)
+
+
+def is_measured(module: nn.Module) -> bool:
+    """Tell whether the forward pass of ``module`` is code whose numbers are compared with one process's."""
+    return inspect.unwrap(type(module).forward).__module__.startswith(_MEASURED)
+
+
+def _body(module: nn.Module) -> list[ast.stmt] | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else None
+
+
+def _are_apart(body: list[ast.stmt], module: nn.Module) -> bool:
+    return all(_is_apart(node, module) for statement in body for node in ast.walk(statement))
+
+
+def _is_apart(node: ast.AST, module: nn.Module) -> bool:
+    if isinstance(node, _NEVER):
+        return False
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int | str)
+    if isinstance(node, ast.Attribute):
+        return node.attr in _APART | _ON_LAST or _is_known(node, module)
+    if isinstance(node, ast.Call):
+        return _calls_apart(node)
+    return True
+
+
+def _is_known(node: ast.Attribute, module: nn.Module) -> bool:
+    """Tell whether an attribute of the module is a child, a number, or a vector of features."""
+    if not isinstance(node.value, ast.Name) or node.value.id != "self":
+        return False
+    value: Any = getattr(module, node.attr, None)
+    if isinstance(value, Tensor):
+        return value.ndim <= 1
+    return value is None or isinstance(value, nn.Module | int | float | str)
+
+
+def _calls_apart(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Name):
+        return call.func.id in _BUILTINS
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr not in _ON_LAST:
+        return True
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(ast.unparse(value) == "-1" for value in given)
