@@ -132,6 +132,25 @@ def test_the_map_names_files_that_are_there() -> None:
     assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+def lines_after_docstring(function: ast.FunctionDef) -> int:
+    first = function.body[0]
+    start = first.end_lineno if ast.get_docstring(function) is not None else first.lineno - 1
+    return (function.end_lineno or 0) - (start or 0)
+
+
+def test_files_and_functions_fit_on_a_screen() -> None:
+    """Pictures in docstrings and the long signatures of a public interface apart."""
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert [name for name, source in sources.items() if len(source.splitlines()) > 350] == []
+    functions = (
+        (name, node)
+        for name, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+    )
+    assert [f"{name}: {f.name}" for name, f in functions if lines_after_docstring(f) > 35] == []
+
+
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_paths(module: str) -> None:
     found = importlib.import_module(".".join(filter(None, (PACKAGE.name, module))))

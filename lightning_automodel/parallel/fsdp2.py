@@ -190,21 +190,15 @@ def shard_unit(
     FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
     to get it would lose what they are kept in float32 for.
     """
-    wide = replace(mp_policy, param_dtype=None)
-    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
-    policies = [wide if keep else mp_policy for (_, keep), _ in ordered] or [mp_policy]
-    others = [group for _, group in ordered[1:]]
-    ignored = {p for group in others for p in group} | set(replicated)
+    (_, policy), *others = _groups_of_one_dtype(parameters, in_float32, mp_policy) or [([], mp_policy)]
+    ignored = {p for group, _ in others for p in group} | set(replicated)
     choose_dim = DimToCut(mesh.size(mesh.ndim - 1))
     modules = list(modules)
     origins = [type(module).__module__ for module in modules]
     fully_shard(
         modules,
         mesh=mesh,
-        mp_policy=policies[0],
+        mp_policy=policy,
         reshard_after_forward=reshard,
         offload_policy=offload,
         ignored_params=ignored,
@@ -215,8 +209,20 @@ def shard_unit(
         type(module).__module__ = origin
         if len(modules) > 1:
             module.register_forward_hook(_gather_for_backward)
-    for group, policy in zip(others, policies[1:], strict=True):
-        add_parameter_group(modules[0], group, policy, choose_dim)
+    for group, other_policy in others:
+        add_parameter_group(modules[0], group, other_policy, choose_dim)
+
+
+def _groups_of_one_dtype(
+    parameters: list[nn.Parameter], in_float32: set[nn.Parameter], mp_policy: MixedPrecisionPolicy
+) -> list[tuple[list[nn.Parameter], MixedPrecisionPolicy]]:
+    """Group parameters that are stored and compute in one dtype, with their policies, the largest group first."""
+    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
+    wide = replace(mp_policy, param_dtype=None)
+    return [(group, wide if keep else mp_policy) for (_, keep), group in ordered]
 
 
 def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:
