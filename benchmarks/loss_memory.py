@@ -31,7 +31,7 @@ from benchmarks._measure import Document, forget_peak, status
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.loss.install import causal_lm_loss
-from lightning_automodel.loss.sharded_logits import join_slices
+from lightning_automodel.loss.sharded_logits import join_shards
 
 GIB = 2**30
 VARIANTS = {
@@ -217,7 +217,7 @@ def step(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         )
     elif task.variant == "cut":
         mesh = init_device_mesh(task.device, (task.ranks,))
-        loss = causal_lm_loss(join_slices(linear(copy_in(hidden, group), weight), mesh, task.vocabulary), labels)
+        loss = causal_lm_loss(join_shards(linear(copy_in(hidden, group), weight), mesh, task.vocabulary), labels)
     else:
         function = causal_lm_loss if task.variant == "whole" else ForCausalLMLoss
         loss = function(linear(hidden, weight), labels, task.vocabulary)

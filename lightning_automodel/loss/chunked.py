@@ -34,7 +34,7 @@ class ChunkOptions:
 
     Attributes:
         chunk_size: tokens whose logits exist at a time.
-        shard: which slice of the vocabulary the weight holds.
+        shard: which shard of the vocabulary the weight holds.
         transform: operations between the head and the loss, on [chunk, vocab / tp]; ``None``: none.
         ignore_index: value of targets that do not count.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
@@ -137,7 +137,7 @@ def _give_local(name: str, value: DTensor) -> str:
 
 def _check_rows(weight: Tensor, group: ProcessGroup, vocab_size: int | None) -> None:
     if vocab_size is None:
-        raise ValueError("with group, weight is a slice: give vocab_size, the rows of the whole weight")
+        raise ValueError("with group, weight is a shard: give vocab_size, the rows of the whole weight")
     _, rows = shard_bounds(vocab_size, group.size(), group.rank())
     if weight.shape[0] != rows:
         raise ValueError(

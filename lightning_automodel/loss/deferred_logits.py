@@ -26,7 +26,7 @@ class LinearRecipe:
         hidden: [batch, seq, hidden].
         weight: [vocab / tp, hidden].
         bias: [vocab / tp].
-        shard: which slice of the vocabulary these are.
+        shard: which shard of the vocabulary these are.
         chunk_size: tokens whose logits exist at a time.
         kernel: what computes the loss: "torch", or the name of a library.
         owner: name of the model's class, for messages.

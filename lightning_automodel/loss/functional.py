@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lightning_automodel.loss.vocab_parallel import Ungathered, largest, token_entropies, token_losses, vocabulary_slice
+from lightning_automodel.loss.vocab_parallel import Ungathered, largest, token_entropies, token_losses, vocabulary_shard
 from lightning_automodel.mesh import CP
 
 IGNORE_INDEX = -100
@@ -49,7 +49,7 @@ def cross_entropy(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
-    local, shard = vocabulary_slice(logits)
+    local, shard = vocabulary_shard(logits)
     _check_shape(targets, local.shape[:-1])
     flat = targets.reshape(-1)
     losses = token_losses(local.flatten(0, -2), flat, shard, ignore_index, label_smoothing)
@@ -65,13 +65,13 @@ def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
 def entropy(logits: Tensor) -> Tensor:
     """Computes the entropy of each position's distribution, in nats: [...], float32, from ``logits`` [..., vocab]."""
-    local, shard = vocabulary_slice(logits)
+    local, shard = vocabulary_shard(logits)
     return token_entropies(local.flatten(0, -2), shard).view(local.shape[:-1])
 
 
 def top1(logits: Tensor) -> Tensor:
     """Finds the id of the largest logit of each position, [...], int64; the smallest id among equals. No gradient."""
-    local, shard = vocabulary_slice(logits.detach())
+    local, shard = vocabulary_shard(logits.detach())
     return largest(local.flatten(0, -2), shard).view(local.shape[:-1])
 
 
@@ -148,7 +148,7 @@ def _logprobs_in_original_order(logits: DTensor, input_ids: Tensor, seq_index: T
     ids = input_ids.full_tensor()[:, order] if isinstance(input_ids, DTensor) else input_ids
     along = [Replicate() if placement.is_shard(2) else placement for placement in logits.placements]
     targets = distribute_tensor(ids.roll(-1, 1)[:, seq_index], logits.device_mesh, along, src_data_rank=None)
-    local, shard = vocabulary_slice(logits)
+    local, shard = vocabulary_shard(logits)
     values = -token_losses(local.flatten(0, 1), targets.to_local().flatten(), shard)
     whole = DTensor.from_local(values.view(local.shape[:2]), logits.device_mesh, along, run_check=False)
     return whole.full_tensor()[:, order][:, :-1]

@@ -1,7 +1,7 @@
-"""The loss of a model that is called with labels: from slices of the logits, or without them. ::
+"""The loss of a model that is called with labels: from shards of the logits, or without them. ::
 
     model(labels=...) --> head ------> whole logits (tp = 1) ------------+
-                           |--------> SlicedLogits (a DTensor) ----------+--> the model's own scaling, soft-capping
+                           |--------> ShardedLogits (a DTensor) ----------+--> the model's own scaling, soft-capping
                            +--------> DeferredLogits (chunked loss) ----+            |
                                                             causal_lm_loss, by what the logits are
 
@@ -26,7 +26,7 @@ from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
 from lightning_automodel.loss.kernels import check_kernel
-from lightning_automodel.loss.sharded_logits import join_slices
+from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, unwrapped
@@ -161,7 +161,7 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
         if shard is not None and (deferred or shard.group is not None):
             _install_heads(owner, heads, shard, tp_mesh, config if deferred else None)
             found = True
-            how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from slices"
+            how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from shards"
             log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {shard.size} classes")
     if deferred and not found:
         raise ValueError(_no_head(model))
@@ -269,7 +269,7 @@ def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
 def _split_forward(shard: VocabShard, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         logits = type(self).forward(self, input)  # [..., vocab / tp]
-        return join_slices(logits, tp_mesh, shard.size) if _has_labels(self) else logits
+        return join_shards(logits, tp_mesh, shard.size) if _has_labels(self) else logits
 
     return forward
 

@@ -2,8 +2,8 @@
 
 What a function gets, and where it is decided::
 
-    loss, log_softmax, argmax, topk ...   the slices, and a few numbers per token from other ranks   sliced_functions.py
-    scaling, casts, views, indexing       the slices alone; the result is cut, too                   sliced_functions.py
+    loss, log_softmax, argmax, topk ...   the shards, and a few numbers per token from other ranks  sharded_functions.py
+    scaling, casts, views, indexing       the shards alone; the result is cut, too                  sharded_functions.py
     changes in place, addresses           an error
     all others                            whole logits, gathered; the result is plain and equal on all ranks
 """
@@ -20,11 +20,11 @@ from lightning_automodel._compat.dtensor import whole_shape
 from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.collectives import gather
 from lightning_automodel.distributed.logs import log_once
-from lightning_automodel.loss.sliced_functions import FUNCTIONS
-from lightning_automodel.loss.slices import Slices
+from lightning_automodel.loss.logit_shard import LogitShard
+from lightning_automodel.loss.sharded_functions import FUNCTIONS
 
 _WAYS_OUT = (
-    "use lightning_automodel.loss.gather_logits(logits) for whole ones, or the functions beside it, which take slices"
+    "use lightning_automodel.loss.gather_logits(logits) for whole ones, or the functions beside it, which take shards"
 )
 _DESCRIPTIONS = {
     *(
@@ -70,11 +70,11 @@ _IN_PLACE = {
 } | {f"__{name}__" for name in ("idiv", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")}
 
 
-class SlicedLogitsError(RuntimeError):
-    """Raised for what slices of logits cannot do. No TypeError: a comparison that raises one is False in Python."""
+class ShardedLogitsError(RuntimeError):
+    """Raised for what shards of logits cannot do. No TypeError: a comparison that raises one is False in Python."""
 
 
-class SlicedLogits(DTensor):
+class ShardedLogits(DTensor):
     """A DTensor that is cut on its vocabulary, which functions of torch take beside plain tensors."""
 
     @classmethod
@@ -84,15 +84,15 @@ class SlicedLogits(DTensor):
         kwargs = kwargs or {}
         name = _name(func)
         if name in _DESCRIPTIONS or name in ("grad.__set__", "grad.__delete__", "requires_grad.__set__"):
-            return _sliced(super().__torch_function__(func, types, args, kwargs))
+            return _sharded(super().__torch_function__(func, types, args, kwargs))
         if name in _ADDRESSES or (_changes_in_place(func, name, args, kwargs)):
-            raise SlicedLogitsError(f"{name} was called with logits that are cut on the vocabulary; {_WAYS_OUT}")
+            raise ShardedLogitsError(f"{name} was called with logits that are cut on the vocabulary; {_WAYS_OUT}")
         if name in FUNCTIONS:
-            result = FUNCTIONS[name](func, *tree_map_only(SlicedLogits, _slices, (args, kwargs)))
+            result = FUNCTIONS[name](func, *tree_map_only(ShardedLogits, _shard_of, (args, kwargs)))
             if result is not NotImplemented:
-                return tree_map_only(Slices, _join, result)
+                return tree_map_only(LogitShard, _join, result)
         if name in ("grad", "backward") and func in (torch.autograd.grad, torch.autograd.backward):
-            return tree_map_only(DTensor, _sliced, super().__torch_function__(func, types, args, kwargs))
+            return tree_map_only(DTensor, _sharded, super().__torch_function__(func, types, args, kwargs))
         log_once(f"{name} of logits that are cut on the vocabulary gathers whole ones on every rank; {_WAYS_OUT}")
         args, kwargs = tree_map_only(DTensor, _whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -102,12 +102,12 @@ class SlicedLogits(DTensor):
         return _whole(self)
 
 
-def join_slices(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> SlicedLogits:
-    """Joins the slices [..., vocab / tp] that the ranks of ``mesh`` (one axis) hold of ``size`` logits, as one tensor.
+def join_shards(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> ShardedLogits:
+    """Joins the shards [..., vocab / tp] that the ranks of ``mesh`` (one axis) hold of ``size`` logits, as one tensor.
 
     Args:
         local: [..., vocab / tp], or with the vocabulary at ``dim``.
-        mesh: whose ranks hold the slices.
+        mesh: whose ranks hold the shards.
         size: of the vocabulary.
         dim: where ``local`` is cut.
     """
@@ -115,7 +115,7 @@ def join_slices(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> Sl
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
     joined = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-    return _sliced(joined)
+    return _sharded(joined)
 
 
 def _name(func: Callable) -> str:
@@ -128,11 +128,11 @@ def _name(func: Callable) -> str:
 
 
 def _changes_in_place(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tells whether a call would write into sliced logits."""
-    if any(isinstance(x, SlicedLogits) for x in tree_leaves(kwargs.get("out"))):
+    """Tells whether a call would write into sharded logits."""
+    if any(isinstance(x, ShardedLogits) for x in tree_leaves(kwargs.get("out"))):
         return True
     first = args[0] if args else kwargs.get("input")
-    if not any(isinstance(x, SlicedLogits) for x in tree_leaves(first)):
+    if not any(isinstance(x, ShardedLogits) for x in tree_leaves(first)):
         return False
     ends = (name.endswith("_") and not name.endswith("__")) or name.endswith((".__set__", ".__delete__"))
     return ends or name in _IN_PLACE or bool(_argument(func, "inplace", args, kwargs))
@@ -146,26 +146,26 @@ def _argument(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
     return kwargs.get(name, args[at] if at < len(args) else None)
 
 
-def _slices(logits: SlicedLogits) -> Slices:
+def _shard_of(logits: ShardedLogits) -> LogitShard:
     (placement,) = logits.placements
     assert isinstance(placement, Shard)
     size, mesh = tuple(whole_shape(logits))[placement.dim], logits.device_mesh
-    return Slices(logits.to_local(), placement.dim, size, mesh)
+    return LogitShard(logits.to_local(), placement.dim, size, mesh)
 
 
-def _join(slices: Slices) -> SlicedLogits:
-    return join_slices(slices.local, slices.mesh, slices.size, slices.dim)
+def _join(shard: LogitShard) -> ShardedLogits:
+    return join_shards(shard.local, shard.mesh, shard.size, shard.dim)
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    if not isinstance(tensor, SlicedLogits):
+    if not isinstance(tensor, ShardedLogits):
         return tensor.full_tensor()
-    slices = _slices(tensor)
-    return gather(slices.local, slices.dim, slices.size, slices.mesh.get_group())
+    shard = _shard_of(tensor)
+    return gather(shard.local, shard.dim, shard.size, shard.mesh.get_group())
 
 
-def _sliced(tensor: Any) -> Any:
-    """Turn a DTensor into sliced logits with the same data and graph: only torch's own functions make DTensors."""
+def _sharded(tensor: Any) -> Any:
+    """Turn a DTensor into sharded logits with the same data and graph: only torch's own functions make DTensors."""
     if type(tensor) is DTensor:
-        tensor.__class__ = SlicedLogits
+        tensor.__class__ = ShardedLogits
     return tensor

@@ -1,4 +1,4 @@
-"""Numbers over a vocabulary of which each rank holds a slice: token losses and entropy, as autograd functions.
+"""Numbers over a vocabulary of which each rank holds a shard: token losses and entropy, as autograd functions.
 
 Everything is computed in float32 (float64 for float64 logits), row block by row block, so that no second array of the
 size of the logits exists in the forward pass. One all-reduce finds the maximum of each row, one sums the rest.
@@ -23,11 +23,11 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The slice of the vocabulary that this rank holds.
+    """The shard of the vocabulary that this rank holds.
 
     Attributes:
         size: of the whole vocabulary.
-        start: first id of the slice.
+        start: first id of the shard.
         group: the ranks that hold the vocabulary together; ``None``: this rank holds all of it.
     """
 
@@ -41,7 +41,7 @@ class VocabShard:
         return cls(size, shard_bounds(size, group.size(), group.rank())[0], group) if group else cls(size)
 
     def limited(self, size: int) -> "VocabShard":
-        """Limits the slice to a vocabulary of which only the first ``size`` ids count."""
+        """Limits the shard to a vocabulary of which only the first ``size`` ids count."""
         return replace(self, size=size)
 
     def reduce(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -59,7 +59,7 @@ class VocabShard:
         return self.reduce(values, dist.ReduceOp.MAX)
 
     def find(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Find the columns of ``targets`` [tokens] in a slice of ``width`` columns (else 0), and which targets it
+        """Find the columns of ``targets`` [tokens] in a shard of ``width`` columns (else 0), and which targets it
         holds.
         """
         local = targets - self.start
@@ -86,7 +86,7 @@ class SmoothedLoss:
     """Cross entropy of rows of logits, in the steps between which ranks and blocks of rows are combined.
 
     Attributes:
-        shard: which slice of the vocabulary the logits are.
+        shard: which shard of the vocabulary the logits are.
         smoothing: share of the target that is spread evenly over the vocabulary.
     """
 
@@ -127,7 +127,7 @@ class Ungathered(Tensor):
         raise NotImplementedError
 
 
-def vocabulary_slice(logits: Tensor) -> tuple[Tensor, VocabShard]:
+def vocabulary_shard(logits: Tensor) -> tuple[Tensor, VocabShard]:
     """Return this rank's shard of ``logits`` [..., vocab], and which shard it is; differentiable.
 
     Raises:
@@ -142,7 +142,7 @@ def vocabulary_slice(logits: Tensor) -> tuple[Tensor, VocabShard]:
     axes = [axis for axis, placement in enumerate(logits.placements) if placement == last]
     if len(axes) > 1 or any(placement.is_partial() for placement in logits.placements):
         raise ValueError(
-            f"logits with the placements {logits.placements} are not slices of the vocabulary over one axis; "
+            f"logits with the placements {logits.placements} are not shards of the vocabulary over one axis; "
             "redistribute them first: logits.redistribute(placements=[...])"
         )
     return logits.to_local(), VocabShard.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
@@ -156,7 +156,7 @@ def token_losses(
     Args:
         logits: [tokens, vocab / tp], any floating-point dtype.
         targets: [tokens], ids of the whole vocabulary.
-        shard: which slice ``logits`` is.
+        shard: which shard ``logits`` is.
         ignore_index: targets of this value have loss 0 and gradient 0.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
 

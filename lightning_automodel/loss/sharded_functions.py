@@ -1,7 +1,7 @@
-"""Functions of torch on logits of which each rank holds a slice of the vocabulary, without whole ones.
+"""Functions of torch on logits of which each rank holds a shard of the vocabulary, without whole ones.
 
-A function here is called with the slices in the place of the logits, and returns what torch's would: plain tensors, or
-slices. ``NotImplemented``: this call needs whole logits.
+A function here is called with the shards in the place of the logits, and returns what torch's would: plain tensors, or
+shards. ``NotImplemented``: this call needs whole logits.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_automodel._compat.pytree import tree_leaves, tree_map
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.loss.functional import IGNORE_INDEX
-from lightning_automodel.loss.slices import Slices
+from lightning_automodel.loss.logit_shard import LogitShard
 from lightning_automodel.loss.vocab_parallel import VocabShard, check_targets, token_losses, wide
 
 Function = Callable[..., Any]
@@ -32,8 +32,8 @@ def _bound(function: Function) -> Function:
         except TypeError:
             return NotImplemented
         others = (v for k, v in bound.arguments.items() if k != "logits")
-        if not isinstance(bound.arguments["logits"], Slices) or any(
-            isinstance(x, Slices) for x in tree_leaves(list(others))
+        if not isinstance(bound.arguments["logits"], LogitShard) or any(
+            isinstance(x, LogitShard) for x in tree_leaves(list(others))
         ):
             return NotImplemented
         return function(**bound.arguments)
@@ -44,12 +44,12 @@ def _bound(function: Function) -> Function:
 # ---- a number or a few from each row ---------------------------------------------------------------------------------
 
 
-def _argmax(logits: Slices, dim: Any = None, keepdim: bool = False) -> Any:
+def _argmax(logits: LogitShard, dim: Any = None, keepdim: bool = False) -> Any:
     found = _max(logits, dim, keepdim)
     return found if found is NotImplemented else found.indices
 
 
-def _max(logits: Slices, dim: Any = None, keepdim: bool = False) -> Any:
+def _max(logits: LogitShard, dim: Any = None, keepdim: bool = False) -> Any:
     if not logits.is_at(dim) or logits.narrowest < 1:
         return NotImplemented
     values, columns = logits.last().detach().max(-1, keepdim=True)
@@ -58,7 +58,7 @@ def _max(logits: Slices, dim: Any = None, keepdim: bool = False) -> Any:
     return _found(logits, ids, torch.return_types.max, keepdim)
 
 
-def _topk(logits: Slices, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def _topk(logits: LogitShard, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not logits.is_at(dim) or k > logits.narrowest:
         return NotImplemented
     values, columns = logits.last().detach().topk(k, largest=largest)
@@ -67,12 +67,12 @@ def _topk(logits: Slices, k: int, dim: int = -1, largest: bool = True, sorted: b
     return _found(logits, ids, torch.return_types.topk, True)
 
 
-def _found(logits: Slices, ids: Tensor, kind: Any, keepdim: bool) -> Any:
+def _found(logits: LogitShard, ids: Tensor, kind: Any, keepdim: bool) -> Any:
     values, ids = (x.movedim(-1, logits.dim) for x in (logits.pick(ids), ids))
     return kind((values, ids) if keepdim else (values.squeeze(logits.dim), ids.squeeze(logits.dim)))
 
 
-def _gather(logits: Slices, dim: int, index: Tensor, sparse_grad: bool = False) -> Any:
+def _gather(logits: LogitShard, dim: int, index: Tensor, sparse_grad: bool = False) -> Any:
     if not logits.is_at(dim) or index.ndim != logits.local.ndim or index.numel() == 0:
         return NotImplemented
     ids = index.movedim(logits.dim, -1)
@@ -81,7 +81,7 @@ def _gather(logits: Slices, dim: int, index: Tensor, sparse_grad: bool = False) 
     return logits.with_last(logits.last()[rows]).pick(ids).movedim(-1, logits.dim)
 
 
-def _logsumexp(logits: Slices, dim: Any, keepdim: bool = False) -> Any:
+def _logsumexp(logits: LogitShard, dim: Any, keepdim: bool = False) -> Any:
     if not logits.is_at(dim):
         return NotImplemented
     largest, rest = logits.log_sum(logits.last().to(wide(logits.local)))
@@ -92,7 +92,7 @@ def _logsumexp(logits: Slices, dim: Any, keepdim: bool = False) -> Any:
 # ---- losses and their parts ------------------------------------------------------------------------------------------
 
 
-def _log_softmax(logits: Slices, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+def _log_softmax(logits: LogitShard, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     if isinstance(_stacklevel, torch.dtype):  # Tensor.log_softmax(dim, dtype)
         dtype = _stacklevel
     if not logits.is_at(dim):
@@ -103,7 +103,7 @@ def _log_softmax(logits: Slices, dim: Any = None, _stacklevel: int = 3, dtype: t
     return logits.with_last((values - largest - copy_in(rest, logits.mesh.get_group())).to(dtype))
 
 
-def _softmax(logits: Slices, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+def _softmax(logits: LogitShard, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     if isinstance(_stacklevel, torch.dtype):
         dtype = _stacklevel
     dtype = dtype or logits.local.dtype
@@ -112,7 +112,7 @@ def _softmax(logits: Slices, dim: Any = None, _stacklevel: int = 3, dtype: torch
 
 
 def _cross_entropy(
-    logits: Slices,
+    logits: LogitShard,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -136,7 +136,7 @@ def _cross_entropy(
 
 
 def _nll_loss(
-    logits: Slices,
+    logits: LogitShard,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -152,7 +152,7 @@ def _nll_loss(
     return _reduced(torch.where(counts, -picked, 0), counts, reduction)
 
 
-def _is_plain(logits: Slices, *rare: Any) -> bool:
+def _is_plain(logits: LogitShard, *rare: Any) -> bool:
     """Tell whether the vocabulary stands where torch's losses expect it, and no rare argument is given."""
     return all(x is None for x in rare) and logits.dim == (1 if logits.local.ndim > 1 else 0)
 
@@ -165,14 +165,14 @@ def _reduced(losses: Tensor, counts: Tensor, reduction: str) -> Any:
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
 
 
-# ---- what the slices alone give --------------------------------------------------------------------------------------
+# ---- what the shards alone give --------------------------------------------------------------------------------------
 
 
 def _pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Apply an elementwise function to each rank's slice, perhaps beside numbers that are the same for every logit."""
+    """Apply an elementwise function to each rank's shard, perhaps beside numbers that are the same for every logit."""
     leaves = tree_leaves((args, kwargs))
-    like = next(x for x in leaves if isinstance(x, Slices))
-    if not all(_fits(x, like) for x in leaves if isinstance(x, Slices | Tensor)):
+    like = next(x for x in leaves if isinstance(x, LogitShard))
+    if not all(_fits(x, like) for x in leaves if isinstance(x, LogitShard | Tensor)):
         return NotImplemented
     group = like.mesh.get_group()
     args, kwargs = tree_map(lambda x: copy_in(x, group) if isinstance(x, Tensor) else _local(x), (args, kwargs))
@@ -181,12 +181,14 @@ def _pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _local(value: Any) -> Any:
-    return value.local if isinstance(value, Slices) else value
+    return value.local if isinstance(value, LogitShard) else value
 
 
 def _views(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Move and pick along other dimensions; a trial on two vocabularies without elements shows where theirs goes."""
-    if not isinstance(args[0], Slices) or any(isinstance(x, Tensor | Slices) for x in tree_leaves((args[1:], kwargs))):
+    if not isinstance(args[0], LogitShard) or any(
+        isinstance(x, Tensor | LogitShard) for x in tree_leaves((args[1:], kwargs))
+    ):
         return NotImplemented
     logits = args[0]
     size = 1 + 2 * max(logits.shape)
@@ -199,7 +201,7 @@ def _views(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return replace(logits, local=local, dim=moved[0]) if is_alike else NotImplemented
 
 
-def _probe(logits: Slices, size: int) -> Tensor:
+def _probe(logits: LogitShard, size: int) -> Tensor:
     shape = (*logits.local.shape[: logits.dim], size, *logits.local.shape[logits.dim + 1 :])
     return torch.empty(shape, device="meta")
 
@@ -208,7 +210,7 @@ def _reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Reshape the dimensions before a vocabulary that stays the last."""
     logits = args[0] if args else None
     is_whole = any(isinstance(x, torch.dtype | Tensor) for x in tree_leaves((args[1:], kwargs)))
-    if not isinstance(logits, Slices) or is_whole or logits.dim != logits.local.ndim - 1:
+    if not isinstance(logits, LogitShard) or is_whole or logits.dim != logits.local.ndim - 1:
         return NotImplemented
     shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
     if not shape or shape[-1] != logits.size or shape.numel() == 0:
@@ -222,7 +224,7 @@ def _getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     logits, key = args
     keys = key if isinstance(key, tuple) else (key,)
     known = (int, slice, type(None), type(Ellipsis), Tensor)
-    if not isinstance(logits, Slices) or not all(isinstance(k, known) for k in keys):
+    if not isinstance(logits, LogitShard) or not all(isinstance(k, known) for k in keys):
         return NotImplemented
     if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
         at = next(i for i, k in enumerate(keys) if k is Ellipsis)
@@ -247,9 +249,9 @@ def _dims_of(key: Any) -> int:
     return 0 if key is None else 1
 
 
-def _fits(value: Any, like: Slices) -> bool:
+def _fits(value: Any, like: LogitShard) -> bool:
     """Tell whether ``value`` is cut as ``like``, or the same for the whole vocabulary."""
-    if isinstance(value, Slices):
+    if isinstance(value, LogitShard):
         return value.shape == like.shape and value.dim == like.dim and value.mesh == like.mesh
     missing = like.local.ndim - value.ndim
     sizes = zip(value.shape, like.shape[max(missing, 0) :], strict=False)

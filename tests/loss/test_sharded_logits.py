@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_automodel.distributed import logs
 from lightning_automodel.distributed.collectives import shard_bounds
-from lightning_automodel.loss.sharded_logits import SlicedLogits, SlicedLogitsError, join_slices
-from lightning_automodel.loss.sliced_functions import FUNCTIONS
+from lightning_automodel.loss.sharded_functions import FUNCTIONS
+from lightning_automodel.loss.sharded_logits import ShardedLogits, ShardedLogitsError, join_shards
 from lightning_automodel.testing.pool import Pool
 
 BATCH, LENGTH, VOCABULARY = 2, 3, 11
@@ -43,13 +43,13 @@ def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(BATCH, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def cut(whole: Tensor, mesh: Any) -> SlicedLogits:
+def cut(whole: Tensor, mesh: Any) -> ShardedLogits:
     start, length = shard_bounds(whole.shape[-1], mesh.size(), mesh.get_local_rank())
-    return join_slices(whole.narrow(-1, start, length).clone(), mesh, whole.shape[-1])
+    return join_shards(whole.narrow(-1, start, length).clone(), mesh, whole.shape[-1])
 
 
 def plain(value: Any) -> Any:
-    return tree_map_only(SlicedLogits, lambda x: x.full_tensor(), value)
+    return tree_map_only(ShardedLogits, lambda x: x.full_tensor(), value)
 
 
 def same(actual: Any, expected: Any) -> bool:
@@ -57,19 +57,19 @@ def same(actual: Any, expected: Any) -> bool:
     return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
 
 
-def same_slices(actual: Any, expected: Any, mesh: Any) -> bool:
+def same_shards(actual: Any, expected: Any, mesh: Any) -> bool:
     """Compares what is cut with the same slice of what is expected, without communication."""
     one, other = tree_leaves(actual), tree_leaves(expected)
     return len(one) == len(other) and all(
-        _same(*_locals(a, b, mesh)) if isinstance(a, SlicedLogits) else _same(a, b)
+        _same(*_locals(a, b, mesh)) if isinstance(a, ShardedLogits) else _same(a, b)
         for a, b in zip(one, other, strict=True)
     )
 
 
-def _locals(sliced: SlicedLogits, whole: Tensor, mesh: Any) -> tuple[Tensor, Tensor]:
-    dim = sliced.placements[0].dim
-    assert sliced.shape == whole.shape
-    return sliced.to_local(), whole.narrow(dim, *shard_bounds(whole.shape[dim], mesh.size(), mesh.get_local_rank()))
+def _locals(sharded: ShardedLogits, whole: Tensor, mesh: Any) -> tuple[Tensor, Tensor]:
+    dim = sharded.placements[0].dim
+    assert sharded.shape == whole.shape
+    return sharded.to_local(), whole.narrow(dim, *shard_bounds(whole.shape[dim], mesh.size(), mesh.get_local_rank()))
 
 
 def _same(actual: Any, expected: Any) -> bool:
@@ -140,16 +140,16 @@ def sweep(names: Set[str] | None) -> tuple[int, int, list[str]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     right, refused, wrong = 0, 0, []
     for name, call, expected, after in attempts(names):
-        sliced = cut(numbers(), mesh)
+        sharded = cut(numbers(), mesh)
         try:
-            actual = call(sliced)
-        except SlicedLogitsError:
+            actual = call(sharded)
+        except ShardedLogitsError:
             refused += 1
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
         else:
             right += 1
-            if not same_slices(actual, expected, mesh) or not same(sliced.to_local(), cut(after, mesh).to_local()):
+            if not same_shards(actual, expected, mesh) or not same(sharded.to_local(), cut(after, mesh).to_local()):
                 wrong.append(f"{name}: {actual} instead of {expected}"[:300])
     return right, refused, wrong
 
@@ -199,16 +199,16 @@ def gradients() -> dict[str, tuple[bool, bool, bool]]:
     found = {}
     for name, value_of in VALUES.items():
         logs._seen.clear()
-        whole, sliced = numbers().requires_grad_(), cut(numbers(), mesh).requires_grad_()
+        whole, sharded = numbers().requires_grad_(), cut(numbers(), mesh).requires_grad_()
         results = []
-        for logits in (whole, sliced):
+        for logits in (whole, sharded):
             SCALE.grad = None
             value = value_of(logits)
             value.backward()
             results.append((value.detach(), plain(logits.grad), SCALE.grad))
-        (expected, gradient, scale), (value, sliced_gradient, sliced_scale) = results
+        (expected, gradient, scale), (value, sharded_gradient, sharded_scale) = results
         gathers = any("gathers whole ones" in message for message in logs._seen)
-        is_alike = same(sliced_gradient, gradient) and same(sliced_scale, scale)
+        is_alike = same(sharded_gradient, gradient) and same(sharded_scale, scale)
         found[name] = (same(value, expected), is_alike, not (gathers and name in USUAL_NUMBERS))
     return found
 
@@ -222,14 +222,14 @@ def accuracy() -> tuple[int, int, str, bool]:
     """Runs on each rank: a masked accuracy as users write it."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole = numbers().index_fill(2, torch.tensor([3, 8]), 5.0)  # two that are equal, on two ranks
-    sliced, labels = cut(whole, mesh), whole.argmax(-1)
-    hits = ((sliced.argmax(-1) == labels) & (IDS != 9)).sum()
+    sharded, labels = cut(whole, mesh), whole.argmax(-1)
+    hits = ((sharded.argmax(-1) == labels) & (IDS != 9)).sum()
     try:
-        sliced += 1
-    except SlicedLogitsError as error:
+        sharded += 1
+    except ShardedLogitsError as error:
         refusal = str(error)
     bad = cut(whole.index_fill(2, torch.tensor([9]), torch.nan), mesh)
-    return int(hits), int((sliced == whole).sum()), refusal, bool((bad.argmax(-1) == 9).all())
+    return int(hits), int((sharded == whole).sum()), refusal, bool((bad.argmax(-1) == 9).all())
 
 
 def test_masked_accuracy(pool2: Pool) -> None:

@@ -1,4 +1,4 @@
-"""A rank's slice of logits, and what the ranks find out together about all of them."""
+"""A rank's shard of logits, and what the ranks find out together about all of them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +12,14 @@ from lightning_automodel.distributed.collectives import gather, reduce_out, shar
 
 
 @dataclass(frozen=True)
-class Slices:
-    """A rank's slice of logits.
+class LogitShard:
+    """A rank's shard of logits.
 
     Attributes:
-        local: the slice.
+        local: the shard.
         dim: its dimension that is cut.
         size: of that dimension as a whole.
-        mesh: of one axis, whose ranks hold the slices.
+        mesh: of one axis, whose ranks hold the shards.
     """
 
     local: Tensor
@@ -34,12 +34,12 @@ class Slices:
 
     @property
     def start(self) -> int:
-        """Compute the first id of the slice."""
+        """Compute the first id of the shard."""
         return shard_bounds(self.size, self.mesh.size(), self.mesh.get_local_rank())[0]
 
     @property
     def narrowest(self) -> int:
-        """Compute the width of the narrowest slice of all ranks."""
+        """Compute the width of the narrowest shard of all ranks."""
         return shard_bounds(self.size, self.mesh.size(), self.mesh.size() - 1)[1]
 
     def is_at(self, dim: Any) -> bool:
@@ -47,11 +47,11 @@ class Slices:
         return isinstance(dim, int) and dim % self.local.ndim == self.dim
 
     def last(self) -> Tensor:
-        """Returns the slice with the vocabulary last: [..., vocab / tp]."""
+        """Returns the shard with the vocabulary last: [..., vocab / tp]."""
         return self.local.movedim(self.dim, -1)
 
-    def with_last(self, local: Tensor) -> "Slices":
-        """Put slices back into the places of these, from slices with the vocabulary last."""
+    def with_last(self, local: Tensor) -> "LogitShard":
+        """Put logits back into the place of these, from a shard with the vocabulary last."""
         return replace(self, local=local.movedim(-1, self.dim))
 
     def collect(self, values: Tensor) -> Tensor:
