@@ -1,4 +1,4 @@
-"""DTensors whose memory is not on the device of their mesh: shards that wait on the host. Who holds a gradient."""
+"""Private names of DTensor: meshes, placements, shards that wait on the host, who holds a gradient."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = ["StridedShard"]
 
 _WILL_OFFLOAD = "_will_be_offloaded_by_fsdp2"
 
@@ -63,3 +66,16 @@ def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
     What ``nn.Module.to`` does, with its hooks (FSDP2 takes notice, metrics move what they hold), but tensor by tensor.
     """
     module._apply(change)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that ``mesh`` is a slice of. torch offers no public way to ask."""
+    return mesh._get_root_mesh()
+
+
+def strided_shard(dim: int, groups: int) -> Placement:
+    """Makes the placement of a dimension ``dim`` that stacks ``groups`` matrices, of each of which a rank has a shard.
+
+    torch has this placement under a private name: FSDP2 makes it, and transformers' plans need it for fused weights.
+    """
+    return StridedShard(dim, split_factor=groups)

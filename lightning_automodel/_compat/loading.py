@@ -10,8 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.utils.loading_report import LoadStateDictInfo
+
+__all__ = ["revert_weight_conversion"]
 
 _Place = tuple[Any, str]
 """An owner (a module or a class), and the name of its attribute."""

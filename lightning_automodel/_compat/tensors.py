@@ -1,9 +1,15 @@
-"""Private names of torch's tensors and operations."""
+"""Private names of torch's tensors, operations and autograd."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Documented ways to name and to watch operations, in modules with private names.
+__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 """The product of several matrices at a time, which ``torch.nn.functional.grouped_mm`` runs."""
@@ -29,3 +35,26 @@ def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
 def name_of_operation(operation: Any) -> str:
     """Returns the name of an operation in torch's schemas, such as ``aten::normal_``."""
     return operation._schema.name
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """Return the tensor that ``view`` is a view of; only a private attribute says so."""
+    return view._base
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts the writes to the memory of ``tensor``; autograd checks by it what it saved, and only privately."""
+    return tensor._version
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` at the end of the running backward pass. FSDP2 does the same; there is no public way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Stop the program if ``condition`` is false, without waiting for the device, as torch checks class indices.
+
+    Private, because it ruins the CUDA context; there is no public check without a synchronization.
+    """
+    torch._assert_async(condition, message)

@@ -1,12 +1,13 @@
 """Private names of transformers, each with its reason: records of forward passes, and the test for packed rows."""
 
-from collections.abc import Callable, Generator
+import inspect
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_flash_attention_utils
-from transformers.utils.output_capturing import _active_collector
+from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
 
 _TEST_OF_PACKING = modeling_flash_attention_utils._is_packed_sequence
 
@@ -25,6 +26,23 @@ def recordings_of_call() -> dict[str, list]:
     """Returns what transformers records inside of blocks during the present call of a model, by key."""
     active = _active_collector.get() or {}
     return {key: x for key, x in active.items() if isinstance(x, list) and key != "hidden_states"}
+
+
+def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module, int]]:
+    """Returns the modules whose output transformers records under ``key`` (such as ``router_logits``), and its index
+    there.
+
+    transformers keeps the rule in private registries and installs its hooks with the first forward pass. They are
+    installed now, so that hooks of ours can stand before and after them.
+    """
+    if isinstance(model, PreTrainedModel):
+        maybe_install_capturing_hooks(model)
+    for name, module in model.named_modules():
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                variables = inspect.getclosurevars(hook).nonlocals
+                if variables["key"] == key:
+                    yield name, module, variables["index"]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import revert_weight_conversion
+from lightning_automodel._compat.loading import revert_weight_conversion
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost
 
 INDEX = "model.safetensors.index.json"

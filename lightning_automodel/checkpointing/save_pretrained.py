@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import fsdp_units
+from lightning_automodel._compat.fsdp2 import fsdp_units
 from lightning_automodel._compat.transformers import saves_more_than_weights
 from lightning_automodel.checkpointing.hugging_face import group_names, parse_size, write_pretrained
 from lightning_automodel.distributed.barrier import meet

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_automodel._compat import assert_async
+from lightning_automodel._compat.tensors import assert_async
 from lightning_automodel.distributed.collectives import shard_bounds
 
 _BLOCK = 1 << 22

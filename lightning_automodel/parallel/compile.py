@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat import allow_records_in_checkpoints, overlap_in_compiled_graphs
+from lightning_automodel._compat.compilation import allow_records_in_checkpoints, overlap_in_compiled_graphs
 from lightning_automodel._compat.transformers import (
     attention_of,
     recording_inside_graph,

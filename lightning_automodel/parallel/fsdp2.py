@@ -17,13 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat import (
-    add_parameter_group,
-    fsdp_units,
-    reduce_unused_parameters,
-    tree_leaves,
-)
+from lightning_automodel._compat.fsdp2 import add_parameter_group, fsdp_units, reduce_unused_parameters
 from lightning_automodel._compat.groups import concatenated_once
+from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log

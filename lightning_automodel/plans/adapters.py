@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat import StridedShard, strided_shard
+from lightning_automodel._compat.dtensor import StridedShard, strided_shard
 from lightning_automodel._compat.modules import own_children
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
 

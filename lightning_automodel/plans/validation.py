@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from lightning_automodel._compat import StridedShard
+from lightning_automodel._compat.dtensor import StridedShard
 from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.plans.derivation import derive_layout

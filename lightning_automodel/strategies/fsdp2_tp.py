@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat import root_mesh
-from lightning_automodel._compat.dtensor import is_offloaded
+from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups

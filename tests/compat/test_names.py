@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_automodel._compat import recorded_outputs
+from lightning_automodel._compat.transformers import recorded_outputs
 from lightning_automodel.loss.install import _LOSSES
 from lightning_automodel.plans import context
 from lightning_automodel.plans.attention_heads import names_in_code

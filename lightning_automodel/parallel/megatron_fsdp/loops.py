@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel._compat import after_backward, tree_leaves
+from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.tensors import after_backward
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.mesh import Axes

@@ -33,8 +33,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel._compat import recorded_outputs
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.transformers import recorded_outputs
 from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.structure import class_names, outermost, text_config

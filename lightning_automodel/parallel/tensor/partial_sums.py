@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel._compat import base_of
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.tensors import base_of
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.linearity import Kind, NotASumError, NotLinearError, kind, kind_of_result, mark, tensors

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat import TorchDispatchMode
-from lightning_automodel._compat.tensors import name_of_operation
+from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
 from lightning_automodel.distributed.collectives import shard_bounds
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators

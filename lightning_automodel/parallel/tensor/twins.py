@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lightning_automodel._compat import TorchDispatchMode
 from lightning_automodel._compat.modules import own_buffers, own_parameters, remove_hooks
+from lightning_automodel._compat.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache

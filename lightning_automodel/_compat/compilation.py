@@ -1,0 +1,32 @@
+"""Private names of torch's compiler: what it wraps, and switches that only its own settings have."""
+
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+__all__ = ["OptimizedModule"]
+
+
+def unwrap_compiled(module: OptimizedModule) -> nn.Module:
+    """Return what ``torch.compile`` wrapped."""
+    return module._orig_mod
+
+
+def allow_records_in_checkpoints() -> None:
+    """Let a compiled graph hold a checkpointed block that records values, such as router logits.
+
+    torch refuses that unless told that a recomputation may leave it out; only a setting of the process says so.
+    """
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def overlap_in_compiled_graphs(group: dist.ProcessGroup) -> None:
+    """Lets inductor fuse the collectives of ``group`` with the matrix products beside them.
+
+    Both the switch of the pass and the registration of a group for symmetric memory are private (torchtitan does this).
+    """
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)
