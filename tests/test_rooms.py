@@ -151,6 +151,19 @@ def test_files_and_functions_fit_on_a_screen() -> None:
     assert [f"{name}: {f.name}" for name, f in functions if lines_after_docstring(f) > 35] == []
 
 
+NO_VERBS = ("What", "Of", "Where", "Without", "In", "Inside", "That", "How", "Whether", "Whoever", "As", "For", "From")
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    functions = (
+        (path.name, node.name, ast.get_docstring(node) or "")
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    )
+    assert [f"{file}: {name}" for file, name, text in functions if text.partition(" ")[0] in NO_VERBS] == []
+
+
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_paths(module: str) -> None:
     found = importlib.import_module(".".join(filter(None, (PACKAGE.name, module))))

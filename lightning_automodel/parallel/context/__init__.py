@@ -57,7 +57,7 @@ class ContextParallel:
 
 
 def _tell_found(model: nn.Module, layout: ContextLayout, ranks: int) -> None:
-    """What a class does with tokens is read from its code, which another release of transformers may spell anew."""
+    """Log what was found in the code of a class, which another release of transformers may spell anew."""
     exchanging = [name for name, treatment in layout.children.items() if treatment is Treatment.ATTENTION]
     classes = sorted({type(model.get_submodule(name)).__name__ for name in exchanging}) or ["none"]
     rows = "rows" if layout.models and all(layout.models.values()) else "the whole sequence"
