@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -18,7 +18,7 @@ from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
-from tests.support.training import batches, make_trainer, tiny_llama, whole
+from tests.support.training import HIDDEN, batches, make_trainer, tiny_llama, whole
 
 BOUND = 1e-5
 
@@ -155,7 +155,7 @@ def test_a_narrow_base_that_is_split_errs_by_rounding(directory: Path, pool2: Po
         assert mesh <= 2 * one
 
 
-def by_method(method: str, base: Any) -> Any:
+def by_method(method: str, base: Any, adapters: Path) -> Any:
     """What user code does between from_pretrained and the end of configure_model."""
     saved = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
     match method:
@@ -175,18 +175,53 @@ def by_method(method: str, base: Any) -> Any:
             model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
             model.set_adapter("other")
             return model
+        case "loaded":
+            return PeftModel.from_pretrained(base, adapters / "default", is_trainable=True)
+        case "loaded beside":
+            model = lora(base, target_modules=["v_proj"])
+            model.load_adapter(str(adapters / "default"), "other", is_trainable=True)
+            model.set_adapter("other")
+            return model
+        case "value head":
+            return WithValues(lora(base, init_lora_weights=False))
     return lora(base, init_lora_weights=method)
 
 
-METHODS = ["more tokens", "head", "dora", "two", "pissa", "olora"]
+class WithValues(nn.Module):
+    """A head beside that of the model, as reinforcement learning has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.value = model, nn.Linear(HIDDEN, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        output = self.model(input_ids=input_ids, labels=labels, output_hidden_states=True)
+        output.loss = output.loss + self.value(output.hidden_states[-1]).square().mean()
+        return output
 
 
-def errors(directory: Path) -> list[tuple[float, str]]:
+METHODS = ["more tokens", "head", "dora", "two", "pissa", "olora", "loaded", "loaded beside", "value head"]
+
+
+def errors(layout: str, directory: Path, adapters: Path) -> list[tuple[float, str]]:
     """Runs on each rank."""
-    return [error("fsdp2-dp2-tp2", partial(by_method, method), directory) for method in METHODS]
+    return [error(layout, partial(by_method, method, adapters=adapters), directory) for method in METHODS]
 
 
-def test_what_begins_from_the_weights_and_what_is_added(directory: Path, pool4: Pool) -> None:
-    for found in pool4.run(errors, directory, trainer=True):
+def check_methods(layout: str, directory: Path, adapters: Path, pool: Pool) -> None:
+    torch.manual_seed(2)
+    saved = lora(AutoModelForCausalLM.from_pretrained(directory), init_lora_weights=False, use_dora=True)
+    saved.save_pretrained(adapters / "default")
+    for found in pool.run(errors, layout, directory, adapters, trainer=True, timeout=240.0):
         for method, largest_error in zip(METHODS, found, strict=True):
             assert largest_error[0] <= BOUND, (method, largest_error)
+
+
+def test_what_begins_from_the_weights_and_what_is_added(directory: Path, tmp_path: Path, pool4: Pool) -> None:
+    check_methods("fsdp2-dp2-tp2", directory, tmp_path, pool4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-tp2"])
+def test_methods_on_two_ranks(layout: str, directory: Path, tmp_path: Path, pool2: Pool) -> None:
+    check_methods(layout, directory, tmp_path, pool2)
