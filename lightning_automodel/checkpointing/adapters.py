@@ -127,6 +127,7 @@ def _untie(model: PreTrainedModel, adapted: Iterable[str]) -> None:
 
 def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] | None:
     values = {name: fetch(f"{prefix}.{name}") for name, _ in wrapper.named_parameters()}
+    buffers = {name: fetch(f"{prefix}.{name}") for name in wrapper.state_dict() if name not in values}
     if any(value is None for value in values.values()):
         return None
     for name, parameter in list(wrapper.named_parameters()):
@@ -144,6 +145,7 @@ def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] |
         layer.merge()
         layer = layer.base_layer
     result = {name: parameter.detach() for name, parameter in unwrapped(wrapper).named_parameters()}
+    result |= {name_without_wrappers(f".{name}")[1:]: value for name, value in buffers.items() if value is not None}
     wrapper.to("meta")
     return result
 

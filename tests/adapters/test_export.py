@@ -1,0 +1,93 @@
+"""What is exported, adapters alone or merged, by the callback or of a checkpoint, computes what training left."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_automodel.checkpointing.conversion import export
+from lightning_automodel.finetuning import CausalLM, HuggingFaceExport
+from lightning_automodel.testing.pool import Pool
+from tests.support.adapted import METHODS
+from tests.support.families import tiny_model
+from tests.support.training import make_trainer
+
+BOUND = 1e-5
+QUICK = [("mixtral", "experts", {"dp_shard": 2}), ("deepseek_v3", "experts", {"tp": 2}), ("phi3", "dora", {"tp": 2})]
+MORE = [
+    ("qwen3_moe", "experts", {"tp": 2}),
+    ("gpt_oss", "experts", {"tp": 2}),
+    ("glm4", "dora", {"tp": 2}),
+    ("phi3", "pissa", {"tp": 2}),
+    ("gpt_neox", "bias", {"tp": 2}),
+    ("llama", "ends", {"tp": 2}),
+    ("gemma3_text", "ends", {"tp": 2}),
+    ("gemma3_text", "saved", {"dp_shard": 2}),
+    ("llama", "ia3", {"tp": 2}),
+]
+FIELDS: dict[str, dict[str, Any]] = {
+    "pissa": {"target_modules": "all-linear", "init_lora_weights": "pissa"},
+    "bias": {"target_modules": "all-linear", "bias": "lora_only"},
+}
+
+
+def tokens(data_size: int = 1) -> DataLoader:
+    ids = torch.randint(3, 128, (8, 12), generator=torch.Generator().manual_seed(1))
+    return DataLoader([{"input_ids": x, "labels": x} for x in ids], batch_size=4 // data_size)  # type: ignore[arg-type]
+
+
+def logits(model: Any) -> Tensor:
+    """Of the first batch."""
+    with torch.no_grad():
+        return model.eval()(input_ids=next(iter(tokens()))["input_ids"]).logits
+
+
+def trained(method: str, sizes: dict[str, int], directory: Path) -> Tensor:
+    """Runs on each rank: logits after three steps, a checkpoint and both exports."""
+    torch.manual_seed(3)
+    kind = {"peft_type": "IA3"} if method == "ia3" else {"r": 3}
+    fields = {**METHODS.get(method, {}), **FIELDS.get(method, {}), **kind}
+    optimizer = lambda p: torch.optim.Adam(p, lr=0.05)  # noqa: E731
+    module = CausalLM(str(directory / "model"), optimizer=optimizer, lr_scheduler=None, peft=fields)
+    callbacks = [
+        ModelCheckpoint(dirpath=directory, filename="last", every_n_train_steps=3),
+        HuggingFaceExport(str(directory / "adapter")),
+        HuggingFaceExport(str(directory / "merged"), merge=True),
+    ]
+    trainer = make_trainer(sizes, max_steps=3, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(module, tokens(sizes.get("dp_shard", 1)))
+    return logits(module.model)
+
+
+def check(family: str, method: str, sizes: dict[str, int], directory: Path, pool: Pool) -> None:
+    tiny_model(family).save_pretrained(directory / "model")
+    expected = pool.run(trained, method, sizes, directory, trainer=True)[0]
+    for merge in (False, True):
+        export(str(directory / "last.ckpt"), str(directory / f"of checkpoint {merge}"), merge=merge)
+    base = lambda: AutoModelForCausalLM.from_pretrained(directory / "model")  # noqa: E731
+    assert relative(logits(base()), expected) > 1e-2
+    for name in ("adapter", "of checkpoint False"):
+        assert relative(logits(PeftModel.from_pretrained(base(), directory / name)), expected) <= BOUND, name
+    for name in ("merged", "of checkpoint True"):
+        assert relative(logits(AutoModelForCausalLM.from_pretrained(directory / name)), expected) <= BOUND, name
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("family", "method", "sizes"), QUICK)
+def test_exports(family: str, method: str, sizes: dict[str, int], tmp_path: Path, pool2: Pool) -> None:
+    check(family, method, sizes, tmp_path, pool2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "method", "sizes"), MORE)
+def test_more_exports(family: str, method: str, sizes: dict[str, int], tmp_path: Path, pool2: Pool) -> None:
+    check(family, method, sizes, tmp_path, pool2)
