@@ -128,7 +128,7 @@ def _strategy_of(name: str) -> Any:
     return name
 
 
-def convert(args: list[str]) -> None:
+def convert_checkpoint(args: list[str]) -> None:
     """Runs one of the subcommands about checkpoints.
 
     Raises:
@@ -145,7 +145,7 @@ def main(args: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else list(args)
     try:
         if given and given[0] in _CONVERSIONS:
-            convert(given)
+            convert_checkpoint(given)
         else:
             AutomodelCLI(args)
     except (ValueError, FileNotFoundError) as error:

@@ -45,7 +45,7 @@ def copy_among_replicas(model: nn.Module, names: Iterable[str], group: ProcessGr
         dist.broadcast(local_tensor(tensor), group=group, group_src=0)
 
 
-def share(value: Any, group: ProcessGroup) -> Any:
+def broadcast_object(value: Any, group: ProcessGroup) -> Any:
     """Send a value of the group's first rank to the whole group."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)

@@ -27,7 +27,7 @@ from lightning_automodel._compat.loading import (
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
-from lightning_automodel.loading.placeholders import copy_among_replicas, reserve, share
+from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.safetensors import SlicedFile
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter
@@ -147,7 +147,7 @@ def _read_and_tell(read: Callable[[], Any], replicas: ProcessGroup) -> Any:
 
 def _agree(result: Any, error: Exception | None, replicas: ProcessGroup) -> Any:
     """Returns on all replicas what the first one found, or raises on all."""
-    result, failure = share((result, error and repr(error)), replicas)
+    result, failure = broadcast_object((result, error and repr(error)), replicas)
     if failure is not None:
         raise error or RuntimeError(f"the process that reads the weights for this one failed: {failure}")
     return result

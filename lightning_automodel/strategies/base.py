@@ -222,4 +222,4 @@ class SharedHooks(SavingStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         # LightningModule.all_gather passes all ranks where the user passes nothing.
         is_default = group is None or group is dist.group.WORLD
-        return metrics.gather(tensor, self.data_group if is_default else group, differentiable=sync_grads)
+        return metrics.gather_stacked(tensor, self.data_group if is_default else group, differentiable=sync_grads)

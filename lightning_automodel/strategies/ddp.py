@@ -30,7 +30,7 @@ from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled
+from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
 
 _PREPARED = "_prepared_for_ddp"
 
@@ -120,7 +120,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
-        unwrap_compiled(module)
+        unwrap_compiled_children(module)
         if self._is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         submodels = find_submodels(module, bare=True)

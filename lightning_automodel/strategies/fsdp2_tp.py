@@ -34,7 +34,7 @@ from lightning_automodel.strategies.submodels import (
     check_switches_find_work,
     find_submodels,
     no_plan,
-    unwrap_compiled,
+    unwrap_compiled_children,
 )
 
 
@@ -134,7 +134,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
-        unwrap_compiled(module)
+        unwrap_compiled_children(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
         self._setup_submodels(find_submodels(module))
 

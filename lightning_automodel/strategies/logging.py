@@ -63,7 +63,7 @@ def reduce_decision(decision: bool, device: torch.device, every: bool) -> bool:
     return bool(votes)
 
 
-def gather(value: Tensor, group: ProcessGroup | None, differentiable: bool) -> Tensor:
+def gather_stacked(value: Tensor, group: ProcessGroup | None, differentiable: bool) -> Tensor:
     """Gathers the values of all ranks of ``group``, stacked: shape ``[size of the group, *value.shape]``."""
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         return torch.stack(all_gather(whole(value).contiguous(), group))
@@ -121,7 +121,8 @@ def count_samples_once(trainer: "pl.Trainer", data_size: int) -> None:
 def install_log(module: "pl.LightningModule") -> None:
     """Makes ``module.log`` (and the ``log`` that Lightning gives to callbacks) take DTensors.
 
-    A bound method on the instance: copies of the module get one of their own, and pickling drops it.
+    A bound method on the instance: copies of the module get one of their own, found by the name ``log``, and pickling
+    drops it.
     """
     module.log = MethodType(log, module)  # type: ignore[method-assign]
 

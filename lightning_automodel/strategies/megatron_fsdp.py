@@ -26,7 +26,7 @@ from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, ax
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled
+from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
 
 _SHARDED = "_sharded_by_megatron_fsdp"
 _MESH = "_mesh_of_megatron_fsdp"
@@ -117,13 +117,13 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     def _split(self, model: nn.Module) -> None:
         """Splits over tp before weights are read: each rank reads its slices, and shards them afterwards."""
-        building.split(model, self._axes, self.config)
+        building.split_over_tp(model, self._axes, self.config)
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 
-        unwrap_compiled(module)
+        unwrap_compiled_children(module)
         if self._sharded is not None:
             _check_mesh(vars(module)[_MESH], self.device_mesh)
             return

@@ -8,8 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.compilation import OptimizedModule
-from lightning_automodel._compat.compilation import unwrap_compiled as unwrap_optimized
+from lightning_automodel._compat.compilation import OptimizedModule, unwrap_compiled
 from lightning_automodel.config import LEVERS_OF_BLOCKS, SWITCHES_OF_LOSS, StageSwitches
 from lightning_automodel.config.switches import changed_fields
 from lightning_automodel.distributed.logs import warn_once
@@ -46,7 +45,7 @@ def find_submodels(root: nn.Module, bare: bool = False) -> list[Submodel]:
     return submodels
 
 
-def unwrap_compiled(root: nn.Module) -> None:
+def unwrap_compiled_children(root: nn.Module) -> None:
     """Replaces children that ``torch.compile`` wrapped by what they wrap: the wrapper hides the model and its names."""
     for parent in list(root.modules()):
         for name, child in parent.named_children():
@@ -55,7 +54,7 @@ def unwrap_compiled(root: nn.Module) -> None:
                     f"{name} was passed through torch.compile before it was made parallel; it runs uncompiled, "
                     "because a compiled graph of the whole model cannot be made parallel block by block"
                 )
-                setattr(parent, name, unwrap_optimized(child))
+                setattr(parent, name, unwrap_compiled(child))
 
 
 def check_complete(submodel: Submodel, tower_policy: str) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_automodel import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_automodel.mesh import DP, DP_REPLICATE, TP, Axes, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.megatron_fsdp.building import split
+from lightning_automodel.parallel.megatron_fsdp.building import split_over_tp
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.parallelizer import parallelize
@@ -66,7 +66,7 @@ def with_ddp() -> None:
 
 def with_megatron() -> None:
     mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
-    split(build_llama(), Axes(tp=axis(mesh, TP), data=axis(mesh, DP)), MegatronFSDPConfig(**SHARED))
+    split_over_tp(build_llama(), Axes(tp=axis(mesh, TP), data=axis(mesh, DP)), MegatronFSDPConfig(**SHARED))
 
 
 STRATEGIES = {"FSDP2": with_fsdp2, "DDP": with_ddp, "Megatron-FSDP": with_megatron}

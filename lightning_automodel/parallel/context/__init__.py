@@ -16,7 +16,7 @@ from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.context.blocks import install_on_blocks, install_on_children
 from lightning_automodel.parallel.context.models import install_on_models
-from lightning_automodel.parallel.context.state import Pass, Stream
+from lightning_automodel.parallel.context.state import Pass, StreamOnRows
 from lightning_automodel.plans.context import ContextLayout, Treatment
 
 __all__ = ["ContextParallel"]
@@ -40,7 +40,7 @@ class ContextParallel:
     ) -> None:
         self.model, self.layout = model, layout
         self.call = Pass(group, balanced, exchange)
-        self.streams = [Stream(self.call, entry) for entry in layout.lists]
+        self.streams = [StreamOnRows(self.call, entry) for entry in layout.lists]
         _tell_found(model, layout, group.size())
         _tell_cost(model, layout, group.size())
 

@@ -13,7 +13,7 @@ from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.context.attention_call import AttentionCall
 from lightning_automodel.parallel.context.exchange_all_to_all import attend_by_heads
 from lightning_automodel.parallel.context.exchange_gather import attend_to_gathered
-from lightning_automodel.parallel.context.state import Stream
+from lightning_automodel.parallel.context.state import StreamOnRows
 from lightning_automodel.plans.context import ROWS_OF_ATTENTION
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -29,7 +29,7 @@ def implementation(module: nn.Module) -> str | None:
     return attention_of(module.config)
 
 
-def bind_attention(module: nn.Module, stream: Stream) -> None:
+def bind_attention(module: nn.Module, stream: StreamOnRows) -> None:
     """Let the attention functions that ``module`` calls see the keys and values of all ranks."""
 
     def attend(function: Attention, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -40,7 +40,7 @@ def bind_attention(module: nn.Module, stream: Stream) -> None:
     route_attention(module, attend)
 
 
-def rows_of(value: Any, name: str, stream: Stream, module: nn.Module) -> Any:
+def rows_of(value: Any, name: str, stream: StreamOnRows, module: nn.Module) -> Any:
     """Take the rows of an argument: tables [..., seq, features], positions [..., seq].
 
     All layers take the same ones, and so are their rows: the backward pass keeps them once.
@@ -74,7 +74,7 @@ def _unknown(module: nn.Module, name: str, value: Tensor, rows: Rows) -> str:
 
 
 def _attend(
-    stream: Stream,
+    stream: StreamOnRows,
     function: Attention,
     module: nn.Module,
     query: Tensor,

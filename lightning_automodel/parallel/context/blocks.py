@@ -10,14 +10,14 @@ from lightning_automodel.modules.forward import SharedByCopies, attributes_again
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.activation_checkpoint import is_checkpointed
 from lightning_automodel.parallel.context.attention import bind_attention, exchanges, rows_of
-from lightning_automodel.parallel.context.state import Stream
+from lightning_automodel.parallel.context.state import StreamOnRows
 from lightning_automodel.plans.context import ROWS_OF_ATTENTION, ContextLayout, Treatment, ordered_arguments
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def install_on_blocks(model: nn.Module, stream: Stream, layout: ContextLayout) -> None:
+def install_on_blocks(model: nn.Module, stream: StreamOnRows, layout: ContextLayout) -> None:
     """Cut the stream where it enters a block whole; must run before hooks that cut further are installed."""
     for name in stream.entry.blocks:
         attention = [model.get_submodule(child) for child in layout.attention_of(name)]
@@ -35,7 +35,7 @@ class BlockOnRows(SharedByCopies):
         gathered: the block as a whole sees the whole sequence.
     """
 
-    def __init__(self, stream: Stream, attention: list[nn.Module], *, is_first: bool, gathered: bool) -> None:
+    def __init__(self, stream: StreamOnRows, attention: list[nn.Module], *, is_first: bool, gathered: bool) -> None:
         self.stream, self.attention = stream, attention
         self.is_first, self.gathered = is_first, gathered
         self.arguments: list[str] = []
@@ -91,7 +91,7 @@ def _map_first(function: Callable[[Any], Any], output: Any) -> Any:
 # ---- children --------------------------------------------------------------------------------------------------------
 
 
-def install_on_children(model: nn.Module, stream: Stream, layout: ContextLayout) -> None:
+def install_on_children(model: nn.Module, stream: StreamOnRows, layout: ContextLayout) -> None:
     """Gather and cut around children, and behind blocks; must run after hooks that gather further are installed."""
     for name in stream.entry.blocks:
         block = model.get_submodule(name)
@@ -112,7 +112,7 @@ class ChildOnRows(SharedByCopies):
         treatment: of the child.
     """
 
-    def __init__(self, stream: Stream, treatment: Treatment) -> None:
+    def __init__(self, stream: StreamOnRows, treatment: Treatment) -> None:
         self.stream, self.treatment = stream, treatment
 
     def install(self, child: nn.Module) -> None:
@@ -134,7 +134,7 @@ class ChildOnRows(SharedByCopies):
         return self.stream.rows is not None and not (self.treatment is Treatment.ATTENTION and exchanges(child))
 
 
-def _enter_gathered(stream: Stream, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _enter_gathered(stream: StreamOnRows, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Gather everything that holds this rank's rows, masks too; positions are whole anyway."""
 
     def join(value: Any) -> Any:

@@ -10,14 +10,14 @@ from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
 from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.modules.forward import SharedByCopies
-from lightning_automodel.parallel.context.state import Pass, Stream
+from lightning_automodel.parallel.context.state import Pass, StreamOnRows
 from lightning_automodel.plans.context import ContextLayout
 
 _WHOLE = ("past_key_values", "cache_params", "output_attentions", "use_cache")
 """Arguments that, if they are given, ask for something that rows do not have: caches of all keys, scores."""
 
 
-def install_on_models(model: nn.Module, call: Pass, streams: list[Stream], layout: ContextLayout) -> None:
+def install_on_models(model: nn.Module, call: Pass, streams: list[StreamOnRows], layout: ContextLayout) -> None:
     """Put hooks around every model that contains blocks; the outermost one that is called begins and ends a call."""
     for name in layout.models:
         inner = model.get_submodule(name)
@@ -40,7 +40,7 @@ def _is_inside(other: str, name: str, layout: ContextLayout) -> bool:
     return other not in layout.holders and (other == name or not name or other.startswith(f"{name}."))
 
 
-def _has_attention_on_rows(streams: list[Stream], layout: ContextLayout) -> bool:
+def _has_attention_on_rows(streams: list[StreamOnRows], layout: ContextLayout) -> bool:
     return any(layout.attention_of(block) for stream in streams for block in stream.entry.blocks)
 
 
@@ -68,7 +68,7 @@ class ModelOnRows(SharedByCopies):
         leaves_rows: every model on the way from the blocks to the head hands rows on as they are.
     """
 
-    def __init__(self, call: Pass, streams: list[Stream], leaves_rows: bool) -> None:
+    def __init__(self, call: Pass, streams: list[StreamOnRows], leaves_rows: bool) -> None:
         self.call, self.streams, self.leaves_rows = call, streams, leaves_rows
         self.arguments: list[str] = []
 
@@ -158,7 +158,7 @@ class HolderOnRows(SharedByCopies):
         masks_by_rows: its masks are built by rows where a call may be cut.
     """
 
-    def __init__(self, call: Pass, streams: list[Stream], masks_by_rows: bool) -> None:
+    def __init__(self, call: Pass, streams: list[StreamOnRows], masks_by_rows: bool) -> None:
         self.call, self.streams, self.masks_by_rows = call, streams, masks_by_rows
         self.arguments: list[str] = []
 

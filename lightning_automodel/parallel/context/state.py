@@ -88,7 +88,7 @@ class Pass:
 
 
 @dataclass
-class Stream:
+class StreamOnRows:
     """The stream of one list of blocks while it runs.
 
     Attributes:

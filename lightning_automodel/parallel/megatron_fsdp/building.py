@@ -2,9 +2,9 @@
 
 ::
 
-    split         the stages, with DTensors: transformers reads, or we draw, each rank's slices
-    finish_split  plain slices, the dtype of compute
-    sharded.py    the library's buffers
+    split_over_tp  the stages, with DTensors: transformers reads, or we draw, each rank's slices
+    finish_split   plain slices, the dtype of compute
+    sharded.py     the library's buffers
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Dtypes:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Tells whether :func:`split` has been called."""
+    """Tells whether :func:`split_over_tp` has been called."""
     return _LAYOUT in vars(model)
 
 
@@ -68,7 +68,7 @@ class AwaitWeights:
         install_saving(model)
 
 
-def split(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> None:
+def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> None:
     """Run the stages on ``model`` in place; its parameters may be on meta.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.parallel.megatron_fsdp.building import Dtypes, finish_split, is_split, split
+from lightning_automodel.parallel.megatron_fsdp.building import Dtypes, finish_split, is_split, split_over_tp
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 from lightning_automodel.parallel.replica_check import check_replicas_every
 
@@ -41,7 +41,7 @@ def parallelize(
         main=torch.float32 if config.preserve_fp32_weights else None,
         reduction=torch.float32 if config.grad_reduce_in_fp32 else None,
     )
-    split(model, Axes(tp=tp_mesh, data=dp_mesh), config)
+    split_over_tp(model, Axes(tp=tp_mesh, data=dp_mesh), config)
     if any(parameter.is_meta for parameter in model.parameters()):
         materialize(model, where)
         broadcast_weights(model, dp_mesh)
