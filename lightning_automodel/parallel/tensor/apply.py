@@ -34,13 +34,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.transformers import recorded_outputs
-from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, scale_gradient, shard_bounds, split
+from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, shard_bounds, split
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.modules.structure import class_names, outermost, text_config
+from lightning_automodel.modules.structure import class_names, text_config
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
+from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
 from lightning_automodel.parallel.tensor.stream import Stream
@@ -124,10 +124,10 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
             if _writes_into_input(module):
                 enter = _cloned(enter)
             all_inputs = module_layout.enter is Enter.COPY_ALL
-            module.register_forward_pre_hook(_enter_hook(enter, all_inputs), with_kwargs=True)
+            module.register_forward_pre_hook(_Around(enter, all_inputs).enter, with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):
             all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
-            module.register_forward_hook(_leave_hook(leave, all_outputs))
+            module.register_forward_hook(_Around(leave, all_outputs).leave)
 
 
 def _writes_into_input(module: nn.Module) -> bool:
@@ -179,33 +179,34 @@ def _output_width(module: nn.Module) -> int:
     return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[0]
 
 
-def _enter_hook(function: Transform, all_inputs: bool) -> Callable:
-    """Makes a forward pre-hook that maps the first tensor argument, or every floating-point one."""
+class _Around:
+    """The hooks around one planned module.
 
-    def hook_all(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        def enter(value: Any) -> Any:
-            return function(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+    Args:
+        function: what is done to a tensor.
+        every: to every floating-point argument, or every output; else to the first one.
+    """
 
-        return tuple(enter(a) for a in args), {k: enter(v) for k, v in kwargs.items()}
+    def __init__(self, function: Transform, every: bool) -> None:
+        self.function, self.every = function, every
 
-    def hook_first(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Change what enters: a forward pre-hook."""
+        if self.every:
+            return tuple(map(self._change, args)), {name: self._change(x) for name, x in kwargs.items()}
         if args:
-            return (function(args[0]), *args[1:]), kwargs
-        first = next(k for k, v in kwargs.items() if isinstance(v, Tensor))
-        return args, {**kwargs, first: function(kwargs[first])}
+            return (self.function(args[0]), *args[1:]), kwargs
+        first = next(name for name, x in kwargs.items() if isinstance(x, Tensor))
+        return args, {**kwargs, first: self.function(kwargs[first])}
 
-    return hook_all if all_inputs else hook_first
+    def _change(self, value: Any) -> Any:
+        return self.function(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-
-def _leave_hook(function: Transform, all_outputs: bool) -> Callable:
-    """Makes a forward hook that maps the first output, or all of them."""
-
-    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return tuple(map(function, output)) if all_outputs else (function(output[0]), *output[1:])
-        return function(output)
-
-    return hook
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Change what leaves: a forward hook."""
+        if not isinstance(output, tuple):
+            return self.function(output)
+        return tuple(map(self.function, output)) if self.every else (self.function(output[0]), *output[1:])
 
 
 def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
@@ -276,42 +277,3 @@ def _install_row_norm(module: nn.Module, group: ProcessGroup) -> None:
             return reduce_out(norm.float().square(), group).sqrt().to(norm.dtype)
 
     module.get_weight_norm = MethodType(get_weight_norm, module)  # type: ignore[assignment]
-
-
-# ---- recorded outputs ------------------------------------------------------------------------------------------------
-
-
-def install_recorded_shares(model: nn.Module, tp: int, layout: Layout) -> None:
-    """Scales the gradient of recorded router logits: they go to an auxiliary loss, which is whole on every rank,
-    while gradients inside a boundary are summed over tp: the recorded value passes on ``1 / tp`` of its gradient.
-
-    What the layer itself computes with stays as it is: one hook before transformers' and one after it.
-    """
-    found = list(recorded_outputs(model, "router_logits"))
-    if found:
-        log(f"{class_names(model)[0]}: transformers records router_logits of {len(found)} modules")
-    for name, module, index in found:
-        if outermost(layout.boundaries, name) is not None:
-            module.register_forward_hook(_share_hook(index, tp), prepend=True)
-            module.register_forward_hook(_unshare_hook(index))
-
-
-def _share_hook(index: int, tp: int) -> Callable:
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        if not isinstance(output, tuple):
-            module.__dict__["_whole_output"] = output
-            return scale_gradient(output, 1 / tp)
-        module.__dict__["_whole_output"] = output[index]
-        return tuple(scale_gradient(x, 1 / tp) if i == index else x for i, x in enumerate(output))
-
-    return hook
-
-
-def _unshare_hook(index: int) -> Callable:
-    """Puts back what was recorded and nothing else: in between, the hooks of a boundary have reduced other outputs."""
-
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        before = module.__dict__.pop("_whole_output")
-        return tuple(before if i == index else x for i, x in enumerate(output)) if isinstance(output, tuple) else before
-
-    return hook
