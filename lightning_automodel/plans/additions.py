@@ -40,6 +40,9 @@ MIXES_TOKENS = {"DogeAttention"}
 """Attention modules in which tokens meet beside transformers' registry of attention functions (a mask that is made of
 values): context parallelism gives them the whole sequence."""
 
+WHOLE_STREAM = {"DiffusionGemmaDecoderModel"}
+"""Models whose blocks attend to another sequence beside their own: context parallelism leaves their stream whole."""
+
 
 def register_tp_plan(class_name: str, rules: Mapping[str, str | ParallelStyle]) -> None:
     """Gives every model of a class a plan, or completes the one that it publishes.

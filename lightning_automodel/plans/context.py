@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
-from lightning_automodel.plans.additions import MIXES_TOKENS
+from lightning_automodel.plans.additions import MIXES_TOKENS, WHOLE_STREAM
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks
 from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart
 
@@ -120,11 +120,22 @@ def derive_context_layout(model: nn.Module) -> ContextLayout:
     for name, block in find_blocks(model).items():
         if outermost(towers, name) is None and not names_of(block) & {REGISTRY}:
             lists.setdefault(name.rpartition(".")[0], []).append((name, block))
+    whole = _holders_that_stay_whole(model, list(lists))
     for list_name, members in lists.items():
+        if _model_around(model, list_name.rpartition(".")[0]) in whole:
+            continue
         _add_list(layout, model, list_name, dict(members))
     for name in layout.holders:
         _add_models(layout, model, name)
     return layout
+
+
+def _holders_that_stay_whole(model: nn.Module, lists: list[str]) -> set[str]:
+    """Find models that run several lists in turns, and so compute with the stream between blocks, or are known to."""
+    parents = [list_name.rpartition(".")[0] for list_name in lists]
+    holders = {parent: _model_around(model, parent) for parent in parents}
+    known = {name for name in holders.values() if WHOLE_STREAM & set(class_names(model.get_submodule(name)))}
+    return known | {holders[parent] for parent in parents if parents.count(parent) > 1}
 
 
 def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: dict[str, nn.Module]) -> None:

@@ -11,8 +11,8 @@ from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 from lightning_automodel.plans.styles import Leave, Style
 from lightning_automodel.plans.tokenwise import keeps_tokens_apart, loops_keep_tokens_apart
 
-STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states")
-"""Arguments of a block that hold one row per token: the stream first."""
+STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states", "partial_block_states")
+"""Arguments of a block, and of its children, that hold one row per token: the stream first."""
 
 
 @dataclass(frozen=True, kw_only=True)

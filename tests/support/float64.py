@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 
@@ -27,7 +28,7 @@ class _Widen(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.backward:
             with self:  # a mode is off while it handles a call, and recomputations run in this one
-                return torch.autograd.backward(args[0])  # of a loss: the arguments have their defaults
+                return _run_backward(args[0])
         if func is Tensor.float:
             func = Tensor.double
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
@@ -35,6 +36,13 @@ class _Widen(TorchFunctionMode):
         if func in _REINTERPRET:
             return func(*args, **(kwargs or {}))
         return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _run_backward(loss: Tensor) -> None:
+    """Differentiate a number; torch's public functions would turn the mode off again."""
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 _REINTERPRET = (Tensor.view, torch.frombuffer)

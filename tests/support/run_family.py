@@ -148,7 +148,7 @@ def differences(
             build, make_parallel = lambda: adapt(files.plain()), partial(files.adapted, adapt=adapt, config=run.config)
     draw: Callable[[Schedule, int, int], list[Batch]] = partial(_draw, inputs or Inputs(), double)
     if run.ragged:
-        draw = partial(_draw_ragged, draw, "attention_mask" in inspect.signature(build().forward).parameters)
+        draw = partial(_draw_ragged, draw, _masks_text(build()))
     if run.packed and "position_ids" in inspect.signature(build().forward).parameters:
         draw = partial(_draw_packed, draw)
     arguments = (dict(run.sizes), dist.get_world_size(), run.schedule, run.config)
@@ -173,6 +173,12 @@ def _draw(inputs: Inputs, double: bool, schedule: Schedule, step: int, data_rank
         batch = inputs.draw(generator, with_images=inputs.images_needed or (i + data_rank) % 2 == 0)
         micro.append({k: v.double() if double and v.is_floating_point() else v for k, v in batch.items()})
     return micro
+
+
+def _masks_text(model: nn.Module) -> bool:
+    """Tell whether ``attention_mask`` is that of the text, and not of image patches, say."""
+    reads_text = getattr(model, "main_input_name", "input_ids") == "input_ids"
+    return reads_text and "attention_mask" in inspect.signature(model.forward).parameters
 
 
 def _draw_ragged(draw: Callable, with_mask: bool, schedule: Schedule, step: int, data_rank: int) -> list[Batch]:

@@ -74,9 +74,9 @@ class BlockOnRows(SharedByCopies):
             self.stream.prepare_mask(value)
         elif name in ROWS_OF_ATTENTION and name != "attention_mask" and on_rows:
             return rows_of(value, name, self.stream, block)
-        if name not in self.stream_names:
-            return self.stream.whole_mask(value) if self.gathered else value
-        return self.stream.join(value) if self.gathered else self.stream.cut(value)
+        if self.gathered:
+            return self.stream.whole_mask(self.stream.join(value))
+        return self.stream.cut(value) if name in self.stream_names else value
 
     def leave(self, block: nn.Module, args: tuple, output: Any) -> None:
         """Go on with random numbers that the ranks have in common."""
@@ -85,6 +85,8 @@ class BlockOnRows(SharedByCopies):
 
 def _map_first(function: Callable[[Any], Any], output: Any) -> Any:
     """Apply ``function`` to all of an output that is a tensor or a flat tuple or list of some."""
+    if hasattr(output, "_fields"):
+        return type(output)(*map(function, output))
     return type(output)(map(function, output)) if isinstance(output, tuple | list) else function(output)
 
 

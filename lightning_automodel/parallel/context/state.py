@@ -147,7 +147,7 @@ class StreamOnRows:
     def begin(self, value: Tensor) -> None:
         """Decide how the whole ``value``, which enters a block, is cut."""
         at = 2 if value.ndim == 4 and value.shape[1:3] == self.call.shape else 1
-        known = value.ndim == 3 or value.shape[at - 1 : at + 1] == self.call.shape
+        known = value.shape[at - 1 : at + 1] == self.call.shape or (value.ndim == 3 and not self.call.shape)
         self.rows = self.call.divide(value.shape[at]) if known else None
         self.batch = value.shape[at - 1]
         self.cut_already, self.masks = {}, {}
