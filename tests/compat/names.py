@@ -135,7 +135,7 @@ INHERITED = {
     *("_process_group_backend", "_setup_distributed", "_timeout"),
     # of Lightning's command line, which ours is
     *("_get", "_subcommand_parsers"),
-    "_exit",  # of os: documented, and private in spelling only
+    *("_exit", "_fields"),  # of os and of named tuples: documented, and private in spelling only
 }
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
