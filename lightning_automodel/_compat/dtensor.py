@@ -1,19 +1,29 @@
 """Private names of DTensor: meshes, placements, shards that wait on the host, who holds a gradient."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = ["StridedShard"]
 
 _WILL_OFFLOAD = "_will_be_offloaded_by_fsdp2"
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _any_is_of_all_ranks(x: Any) -> list[Any]:
+    """Lets ``Trainer(detect_anomaly=True)`` look for NaN in the gradients of DTensors, by an operation that torch
+    (2.13) keeps private and has not registered.
+    """
+    return [([Replicate()], [Replicate()])]
 
 
 def dtensor_from(

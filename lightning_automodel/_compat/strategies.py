@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 
 
@@ -22,6 +22,16 @@ class LaunchedStrategy(ParallelStrategy):
 
     def _get_process_group_backend(self) -> str:
         return self.own_backend() or super()._get_process_group_backend()  # type: ignore[misc]
+
+
+class ExchangedStochasticAveraging(StochasticWeightAveraging):
+    """A callback that hands on the average that a checkpoint holds, instead of loading it."""
+
+    def load_average(self, state: Any) -> None:
+        """Takes the entry of a checkpoint."""
+
+    def _load_average_model_state(self, model_state: Any) -> None:
+        self.load_average(model_state)
 
 
 class ExchangedAveraging(WeightAveraging):

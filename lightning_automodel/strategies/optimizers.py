@@ -32,8 +32,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None
     """Check that each optimizer updates the sharded parameters of ``module`` as it would update whole ones.
 
     Raises:
-        ValueError: naming the optimizer, the parameter, and what to use instead.
+        ValueError: naming the optimizer, the parameter, and what to use instead; or a layer with sparse gradients.
     """
+    _refuse_sparse_gradients(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -51,6 +52,16 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None
                 f"{names.get(sharded, 'a parameter')} is sharded, so it would be another update than on one process; "
                 "use DDPStrategy, where every process holds whole tensors, or an optimizer that updates each element "
                 "alone, such as torch.optim.AdamW (docs/optimizers.md)"
+            )
+
+
+def _refuse_sparse_gradients(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise ValueError(
+                f"{name} ({type(layer).__name__}) has sparse=True, and its sparse gradients can be neither reduced "
+                "over ranks nor clipped; use sparse=False, and in the place of torch.optim.SparseAdam an optimizer "
+                "such as torch.optim.AdamW (docs/optimizers.md)"
             )
 
 

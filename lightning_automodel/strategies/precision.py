@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_automodel.distributed.whole_numbers import whole_numbers
 from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
 from lightning_automodel.strategies.finite import FiniteGuard, can_defer
 from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
@@ -115,6 +116,11 @@ class FSDP2Precision(Precision):
         finally:
             vars(optimizer).pop("found_inf", None)
         return result if stepped is None else stepped
+
+    @override
+    def _after_closure(self, model: "pl.LightningModule", optimizer: Any) -> None:
+        with whole_numbers():
+            super()._after_closure(model, optimizer)
 
     # ---- clipping ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ SET_TIMEOUT = "set_timeout" if hasattr(distributed_c10d, "set_timeout") else "_s
 FSDP = "torch.distributed.fsdp._fully_shard"
 ATTRIBUTES = {
     "torch:ops.aten": (
+        "_is_any_true",
         "_grouped_mm",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -52,6 +53,7 @@ ATTRIBUTES = {
         "_save_last_checkpoint",
     ),
     f"{PL}.callbacks:ThroughputMonitor": ("_throughputs",),
+    f"{PL}.callbacks:StochasticWeightAveraging": ("_load_average_model_state",),
     f"{PL}.callbacks:WeightAveraging": (
         "_average_model",
         "_copy_average_to_current",

@@ -7,13 +7,22 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.training import make_trainer
+from tests.support.training import (
+    Recorder,
+    batches,
+    make_trainer,
+    tiny_llama,
+    whole_parameters,
+    world_size,
+)
 
 STRATEGIES = {"fsdp2": FSDP2TPStrategy, "ddp": DDPStrategy}
 
@@ -108,3 +117,54 @@ def test_habits_of_a_run(nursery: Nursery, name: str, tmp_path: Path) -> None:
     assert found["moved"] > 0
     lightning = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"}
     assert found["shown"] == lightning | {"optimizer_states", "lr_schedulers"}
+
+
+# ---- on sharded weights ----------------------------------------------------------------------------------------------
+
+
+class Watched(Recorder):
+    """Keeps the norms that Lightning computes of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama()
+        self.norms: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.norms.append({name: float(whole(norm)) for name, norm in norms.items()})
+
+
+def fit_watched(strategy: Strategy, tp: int, module: Watched, epochs: int, directory: Path, resume: bool) -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+    saver = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
+    switches = {"detect_anomaly": True, "enable_checkpointing": True}
+    run = make_trainer(strategy, callbacks=[averaging, saver], max_epochs=epochs, **switches)
+    run.fit(module, batches(world_size() // tp), ckpt_path=directory / "epoch=1.ckpt" if resume else None)
+    torch.autograd.set_detect_anomaly(False)
+
+
+def run_watched(tp: int | None, directory: Path) -> dict[str, Any]:
+    """Runs on each rank: a fit, a second one of the same module, and one that resumes the first."""
+
+    def strategy() -> Strategy:
+        return SingleDeviceStrategy("cpu") if tp is None else FSDP2TPStrategy(tp=tp)
+
+    module, resumed = Watched(), Watched()
+    fit_watched(strategy(), tp or 1, module, 3, directory / "first", resume=False)
+    first = whole_parameters(module)
+    fit_watched(strategy(), tp or 1, module, 2, directory / "second", resume=False)
+    fit_watched(strategy(), tp or 1, resumed, 3, directory / "first", resume=True)
+    return {"fits": [first, whole_parameters(module), whole_parameters(resumed)], "norms": module.norms}
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_averages_norms_and_anomalies(nursery: Nursery, tp: int, tmp_path: Path) -> None:
+    expected = Pool(nursery, 1).run(run_watched, None, tmp_path / "one", trainer=True)[0]
+    actual = Pool(nursery, 2).run(run_watched, tp, tmp_path / "mesh", trainer=True, timeout=120)[0]
+    for one, many in zip(expected["norms"], actual["norms"], strict=True):
+        assert many == pytest.approx(one, rel=1e-4)
+    for one, many in zip(expected["fits"], actual["fits"], strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-5)

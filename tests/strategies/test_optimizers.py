@@ -11,7 +11,7 @@ import torchao.optim
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_automodel.strategies.optimizers import updates_each_element_alone
+from lightning_automodel.strategies.optimizers import check_optimizers, updates_each_element_alone
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters, world_size
 
@@ -129,6 +129,12 @@ def test_the_rule_finds_what_works_on_whole_matrices(name: str) -> None:
     is_alone = CASES[name][2] in (EXACT, NO_OPERATION) and name != "optimi.StableAdamW"
     assert updates_each_element_alone(optimizer) is is_alone
     assert str(optimizer.state) == before
+
+
+def test_sparse_gradients_are_refused() -> None:
+    layer = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(ValueError, match=r"0 \(Embedding\) has sparse=True, .* in the place of torch.optim.SparseAdam"):
+        check_optimizers([torch.optim.SparseAdam(layer.parameters())], nn.Sequential(layer))
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:

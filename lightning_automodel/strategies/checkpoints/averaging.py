@@ -1,25 +1,26 @@
-"""Lightning's ``WeightAveraging`` and ``EMAWeightAveraging`` on sharded weights: each rank averages what it holds.
+"""Lightning's callbacks that average weights, on sharded ones: each rank averages what it holds.
 
-Lightning copies the whole module before it is sharded. Under our strategies a callback of these classes is given, for
-the length of a run, methods that keep the average as tensors beside the module's own, in the same layout. Its
-arguments, its schedule (``should_update``) and its entries in a checkpoint stay what they are.
+Lightning copies the whole module before it is sharded. Under our strategies a ``WeightAveraging``,
+``EMAWeightAveraging`` or ``StochasticWeightAveraging`` callback is given, for the length of a run, methods that keep
+the average as tensors beside the module's own, in the same layout. Its arguments, its schedule and its entries in a
+checkpoint stay what they are.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.strategies import ExchangedAveraging
+from lightning_automodel._compat.strategies import ExchangedAveraging, ExchangedStochasticAveraging
 from lightning_automodel.checkpointing.dcp import fetch
 from lightning_automodel.checkpointing.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state
-from lightning_automodel.distributed.shards import local_tensor
+from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.parallel.fsdp2 import reshard
 
 _COUNTS = "averaging_state"
@@ -47,11 +48,7 @@ class ShardedAveraging(ExchangedAveraging):
         assert self._average_model is not None
         averages = self._averages(module)
         fetch([(average, saved["state_dict"][name]) for name, average in averages.items()])
-        by_id = {id(value): averages[name] for name, value in named_state(module).items() if name in averages}
-        parts = self._average_model.module
-        for original, part in zip(_tensors(module), _tensors(parts), strict=True):
-            if id(original) in by_id:
-                part.data.copy_(local_tensor(by_id[id(original)]))
+        _put_back(module, self._average_model.module, averages)
         count = saved[_COUNTS]["n_averaged"]
         self._average_model.n_averaged.copy_(count if isinstance(count, Tensor) else count.load())
 
@@ -88,11 +85,37 @@ class ShardedAveraging(ExchangedAveraging):
         return _Held(module)
 
     def _averages(self, module: nn.Module) -> dict[str, Tensor]:
-        """Lists the average of each parameter and persistent buffer, sharded as the module's."""
         assert self._average_model is not None
-        pairs = zip(_tensors(module), _tensors(self._average_model.module), strict=True)
-        average = {id(original): _as(original, part) for original, part in pairs}
-        return {name: average[id(value)] for name, value in named_state(module).items() if id(value) in average}
+        return _averages(module, self._average_model.module)
+
+
+class ShardedStochasticAveraging(ExchangedStochasticAveraging):
+    """What takes the place of the methods of a ``StochasticWeightAveraging`` callback."""
+
+    _saved: Mapping[str, Tensor] | None = None
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Does nothing: :meth:`begin` follows when the module is sharded."""
+
+    def begin(self, module: "pl.LightningModule") -> None:
+        """Starts from the module's weights, or from what a checkpoint holds."""
+        average = _NamedParts(module)
+        if self._saved is not None:
+            average.load_state_dict(self._saved)
+            self._saved = None
+        self._average_model = average  # type: ignore[assignment]
+
+    def load_average(self, state: Mapping[str, Tensor] | None) -> None:
+        """Keeps what a checkpoint holds for :meth:`begin`."""
+        self._saved = state
+
+    def update_parameters(self, average_model: Any, model: nn.Module, *args: Any) -> None:  # type: ignore[override]
+        """Averages what this rank holds."""
+        super().update_parameters(average_model, _Held(model), *args)  # type: ignore[arg-type]
+
+    def transfer_weights(self, src_pl_module: Any, dst_pl_module: nn.Module) -> None:  # type: ignore[override]
+        """Gives the module the average of what this rank holds."""
+        super().transfer_weights(src_pl_module, _Held(dst_pl_module))  # type: ignore[arg-type]
 
 
 class _Held:
@@ -122,27 +145,70 @@ class _Parts(nn.Module):
             self.register_buffer(f"buffer{i}", buffer)
 
 
+class _NamedParts(_Parts):
+    """Averages of the parameters of a module under their names, each as the module's is sharded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.held = _Held(module)
+        super().__init__(self.held)
+        for tensor in _tensors(self):
+            tensor.data = tensor.data.clone()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the averages by the names that the module's state has."""
+        return _averages(self.held.module, self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes this rank's parts of whole averages."""
+        averages = self.state_dict()
+        for name, average in averages.items():
+            copy_from_whole(average, state_dict[name])
+        _put_back(self.held.module, self, averages)
+
+
+_SHARDED: dict[type, Any] = {
+    WeightAveraging: ShardedAveraging,
+    StochasticWeightAveraging: ShardedStochasticAveraging,
+}
+
+
 def adapt(callbacks: list[Any]) -> None:
-    """Gives every ``WeightAveraging`` callback the methods of :class:`ShardedAveraging`."""
+    """Gives every callback that averages weights the methods of its sharded class."""
     for callback in callbacks:
         kind = type(callback)
-        if isinstance(callback, WeightAveraging) and not isinstance(callback, ShardedAveraging):
+        sharded = next((cls for base, cls in _SHARDED.items() if isinstance(callback, base)), None)
+        if sharded is not None and not isinstance(callback, sharded):
             names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # its key in a checkpoint
-            callback.__class__ = type(kind.__name__, (ShardedAveraging, kind), names)
+            callback.__class__ = type(kind.__name__, (sharded, kind), names)
 
 
 def restore(callbacks: list[Any]) -> None:
     """Undo :func:`adapt`."""
     for callback in callbacks:
-        if isinstance(callback, ShardedAveraging):
+        if isinstance(callback, tuple(_SHARDED.values())):
             callback.__class__ = type(callback).__bases__[1]
 
 
 def begin(callbacks: list[Any], module: "pl.LightningModule") -> None:
     """Starts the averages of a run."""
     for callback in callbacks:
-        if isinstance(callback, ShardedAveraging):
+        if isinstance(callback, ShardedAveraging | ShardedStochasticAveraging):
             callback.begin(module)
+
+
+def _averages(module: nn.Module, parts: nn.Module) -> dict[str, Tensor]:
+    """Lists the average of each parameter and persistent buffer, sharded as the module's."""
+    pairs = zip(_tensors(module), _tensors(parts), strict=True)
+    average = {id(original): _as(original, part) for original, part in pairs}
+    return {name: average[id(value)] for name, value in named_state(module).items() if id(value) in average}
+
+
+def _put_back(module: nn.Module, parts: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    """Overwrites ``parts`` with what :func:`_averages` gave and what was read into it."""
+    by_id = {id(value): averages[name] for name, value in named_state(module).items() if name in averages}
+    for original, part in zip(_tensors(module), _tensors(parts), strict=True):
+        if id(original) in by_id:
+            part.data.copy_(local_tensor(by_id[id(original)]))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
