@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_automodel
-from tests.compat.names import unlisted
+from tests.compat.names import COMPAT, INHERITED, own_names, private_attributes, unlisted
 
 PACKAGE = Path(lightning_automodel.__file__).parent
 
@@ -172,3 +172,9 @@ def test_public_paths(module: str) -> None:
 
 def test_every_private_name_of_compat_has_a_test() -> None:
     assert unlisted() == set(), "add them to ATTRIBUTES of tests/compat/names.py, under what they are attributes of"
+
+
+def test_private_names_of_others_are_in_compat_only() -> None:
+    outside = {path: private_attributes(path) for path in PACKAGE.rglob("*.py") if path not in COMPAT}
+    own = own_names() | INHERITED
+    assert {str(path): names - own for path, names in outside.items() if names - own} == {}
