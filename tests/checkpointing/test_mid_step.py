@@ -24,12 +24,13 @@ BATCHES = 8  # of an epoch: steps after the batches 3, 6 and 8
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp=2": {"tp": 2},
     "dp_shard=2, one file": {"save_distributed_checkpoint": False},
+    "cp=2": {"cp": 2},
     "dp_replicate=2": {"dp_replicate": 2},
     "DDP": {},
     "dp_shard=2 x tp=2": {"tp": 2},
     "one device": {},
 }
-RANKS = {"tp=2": 2, "dp_shard=2, one file": 2, "dp_replicate=2": 2, "DDP": 2, "dp_shard=2 x tp=2": 4, "one device": 1}
+RANKS = {layout: 4 if " x " in layout else 1 if layout == "one device" else 2 for layout in LAYOUTS}
 
 
 class SaveAfter(Callback):
@@ -56,7 +57,7 @@ def run(layout: str, path: Path, save_after: int | None, resume: Path | None, ke
     callbacks = [] if save_after is None else [SaveAfter(path, save_after)]
     sizes = LAYOUTS[layout]
     strategy = DDPStrategy() if layout == "DDP" else FSDP2TPStrategy(**sizes)
-    size = GLOBAL_BATCH // (world_size() // sizes.get("tp", 1))
+    size = GLOBAL_BATCH // (world_size() // sizes.get("tp", 1) // sizes.get("cp", 1))
     kind = ResumableLoader if keeps_position else DataLoader
     loader = kind(TensorDataset(rows(BATCHES * GLOBAL_BATCH)), batch_size=size, shuffle=True)
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
@@ -79,7 +80,7 @@ def pools(nursery: Nursery, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
     return {1: Pool(nursery, 1), 2: pool2, 4: pool4}
 
 
-@pytest.mark.parametrize("source", with_long(LAYOUTS, "dp_replicate=2", "DDP"))
+@pytest.mark.parametrize("source", with_long(LAYOUTS, "cp=2", "dp_replicate=2", "DDP"))
 def test_it_goes_on_in_any_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
     """Two of three micro-batches are through, in the second epoch. Every layout is resumed from two others. Loaders
     keep their position with DDP, and are torch's own elsewhere.

@@ -198,7 +198,10 @@ class StreamOnRows:
     def chooses_heads(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """Tells whether ``module`` exchanges heads and not keys; a mask of rows is enough for keys only."""
         wanted, ranks, name = self.call.exchange, self.call.group.size(), class_names(module)[0]
-        if wanted == "gather" or (mask is not None and mask.shape[-2] == self._rows.count):
+        if wanted == "gather":
+            return False
+        if mask is not None and mask.shape[-2] == self._rows.count:
+            _tell(f"cp={ranks}: {name} exchanges keys and values (masks are of rows, heads need whole ones)")
             return False
         if reason := why_not(query, ranks):
             if wanted == "all_to_all":
@@ -209,12 +212,17 @@ class StreamOnRows:
             return False
         gathered, exchanged = elements_moved(query, key, value, ranks)
         by_heads = wanted == "all_to_all" or exchanged < gathered
-        if not torch.compiler.is_compiling():
-            numbers = f"{exchanged:.0f} elements per token move with heads, {gathered:.0f} with keys"
-            log_once(f"cp={ranks}: {name} exchanges {'heads' if by_heads else 'keys and values'} ({numbers})")
+        numbers = f"{exchanged:.0f} elements per token move with heads, {gathered:.0f} with keys"
+        _tell(f"cp={ranks}: {name} exchanges {'heads' if by_heads else 'keys and values'} ({numbers})")
         return by_heads
 
     @property
     def _rows(self) -> Rows:
         assert self.rows is not None
         return self.rows
+
+
+def _tell(choice: str) -> None:
+    """Log once what is exchanged, where no graph is compiled."""
+    if not torch.compiler.is_compiling():
+        log_once(choice)
