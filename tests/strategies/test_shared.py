@@ -24,7 +24,7 @@ from tests.support.subjects import (
 )
 
 BOUND = 1e-5
-LONG_CP = ("fsdp2-dp2-cp2", "fsdp2-cp2-tp2")
+LONG = ("megatron0-dp2", "megatron1-dp2", "megatron2-dp2-tp2", "megatron3-dp2-tp2", "fsdp2-dp2-cp2", "fsdp2-cp2-tp2")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def expected(models: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFa
     return Pool(nursery, 1).run(train, None, models, tmp_path_factory.mktemp("one"), CASES, trainer=True)[0]
 
 
-@pytest.mark.parametrize("layout", with_long(LAYOUTS, "megatron0-dp2", "megatron1-dp2", "megatron2-dp2-tp2", *LONG_CP))
+@pytest.mark.parametrize("layout", with_long(LAYOUTS, *LONG))
 def test_everything_equals_one_process(
     layout: str, expected: dict[str, Any], models: Path, nursery: Nursery, tmp_path: Path
 ) -> None:

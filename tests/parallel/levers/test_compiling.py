@@ -17,6 +17,7 @@ from lightning_automodel.parallelizer import apply_selective_activation_checkpoi
 from lightning_automodel.testing.pool import Pool
 from tests.parallel.levers.support import gradients, token_ids
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 EAGER = "aot_eager"  # traces and differentiates as the default does, and generates no code
 BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -70,7 +71,7 @@ def test_on_two_ranks(case: int, pool2: Pool) -> None:
         check(found, CASES[case][-1])
 
 
-@pytest.mark.parametrize(("family", "changes", "mode", "graphs"), ALONE, ids=[case[0] for case in ALONE])
+@pytest.mark.parametrize(("family", "changes", "mode", "graphs"), with_long(ALONE, *ALONE[1:]))
 def test_on_one_process(family: str, changes: dict[str, Any], mode: Any, graphs: int) -> None:
     torch._dynamo.reset()
     plain = tiny_model(family, attention="sdpa", **changes).train()
