@@ -90,7 +90,7 @@ def load_for_megatron(directory: str, tp: int) -> torch.nn.Module:
     mesh = build_mesh(resolve_sizes(RANKS, tp=tp), "cpu")
     tp_mesh, config, dtypes = axis(mesh, TP), MegatronFSDPConfig(), building.Dtypes(main=None)
     axes = Axes(tp=tp_mesh, data=axis(mesh, DP_SHARD))
-    with sharded_loading(lambda model: building.split(model, axes, config), torch.device("cpu")):
+    with sharded_loading(lambda model: building.split_over_tp(model, axes, config), torch.device("cpu")):
         model = AutoModelForCausalLM.from_pretrained(directory)
     building.finish_split(model, tp_mesh, dtypes)
     ShardedModules([model], axis(mesh, DP_SHARD), tp_mesh, config, dtypes, torch.device("cpu"))

@@ -23,6 +23,7 @@ from lightning_automodel._compat.lightning import (
     optimizers_to_device,
 )
 from lightning_automodel.strategies import logging as metrics
+from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
 from lightning_automodel.strategies.checkpoints.newest import find_last
 from lightning_automodel.strategies.checkpoints.saving_strategy import SavingStrategy
@@ -117,6 +118,7 @@ class SharedHooks(SavingStrategy):
             averaging.begin(self._callbacks, self._module)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module)
+            check_callbacks(self._callbacks, self._module)
         self.setup_precision_plugin()
         # Megatron-FSDP looks by itself (check_for_nan_in_grad), before it reduces.
         self.precision_plugin.guard = FiniteGuard(getattr(self.config, "nonfinite", "ignore"))

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -117,6 +117,23 @@ def test_habits_of_a_run(nursery: Nursery, name: str, tmp_path: Path) -> None:
     assert found["moved"] > 0
     lightning = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"}
     assert found["shown"] == lightning | {"optimizer_states", "lr_schedulers"}
+
+
+def prune(name: str) -> str:
+    """Runs on each rank: the error of a run with Lightning's pruning."""
+    try:
+        make_trainer(STRATEGIES[name](), callbacks=[ModelPruning("l1_unstructured", amount=0.5)], max_epochs=1).fit(
+            Layer()
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_pruning_is_for_whole_tensors(nursery: Nursery) -> None:
+    [refused] = Pool(nursery, 1).run(prune, "fsdp2", trainer=True)
+    assert "ModelPruning chooses what it prunes by all elements of a tensor, and layer.weight is sharded" in refused
+    assert Pool(nursery, 1).run(prune, "ddp", trainer=True) == [""]
 
 
 # ---- on sharded weights ----------------------------------------------------------------------------------------------
