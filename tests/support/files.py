@@ -54,14 +54,19 @@ class Files:
             return self.plain()
 
     def adapted(self, model: nn.Module, mesh: DeviceMesh, adapt: Callable[[Any], Any], config: FSDP2Config) -> Any:
-        """The same with what ``adapt`` adds, as a strategy makes it: placed, read, adapted, then made parallel."""
+        """The same with what ``adapt`` adds."""
+        return read_and_adapt(self.plain, adapt, mesh, config)
 
-        def make_parallel(built: nn.Module) -> None:
-            parallelize(built, mesh, config)
 
-        with sharded_loading(lambda built: place(built, make_parallel), CPU), whole_values():
-            base = self.plain()
-            adapted = adapt(base)
-        with values_aside(base):
-            make_parallel(base)
-        return adapted
+def read_and_adapt(build: Callable[[], Any], adapt: Callable[[Any], Any], mesh: DeviceMesh, config: FSDP2Config) -> Any:
+    """``adapt(build())`` as a strategy makes it, where ``build`` reads files: placed, read, adapted, made parallel."""
+
+    def make_parallel(built: nn.Module) -> None:
+        parallelize(built, mesh, config)
+
+    with sharded_loading(lambda built: place(built, make_parallel), CPU), whole_values():
+        base = build()
+        adapted = adapt(base)
+    with values_aside(base):
+        make_parallel(base)
+    return adapted

@@ -1,0 +1,222 @@
+"""LoRA beside full fine-tuning and beside plain peft on one process: memory, time of a step, memory while loading.
+
+A Llama is read from files by every rank and gets adapters on all linear layers, as in ``configure_model``; then it
+takes AdamW steps. Memory is what tensors of a rank hold at the peak of a step. Its bound is the rank's part of the
+base, adapters with their gradients and both moments, and what autograd saves for the backward pass. Loading is the peak
+of a process's own memory (no file backs it) until the model is parallel, against the rank's part of base and adapters.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks._measure import Document, Memory, describe_machine
+from benchmarks._model_on_disk import GB, write_model
+from benchmarks.levers import Peak
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.distributed.shards import local_tensor
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.files import read_and_adapt
+
+MIB = 2**20
+TOKENS, ROWS, WARM, STEPS, RANK = 128, 2, 1, 4, 8
+LAYERS_TO_LOAD = 8
+SIZES: dict[str, Any] = dict(
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=32,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=2048,
+    tie_word_embeddings=False,
+    use_cache=False,
+)
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one process": {},
+    "tp=2": {"tp": 2},
+    "dp_shard=2": {"dp_shard": 2},
+    "dp_shard=2 x tp=2": {"dp_shard": 2, "tp": 2},
+}
+
+
+def main() -> None:
+    """Entry point of ``python -m benchmarks.lora``."""
+    document = Document("lora.md")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=__doc__)
+    document.add_flag(parser)
+    arguments = parser.parse_args()
+    document.add(describe())
+    nursery = Nursery()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(directory)
+            for name, sizes in LAYOUTS.items():
+                for adapted in (True, False):
+                    found = Pool(nursery, 2 ** len(sizes)).run(measure, directory, sizes, adapted, timeout=600)
+                    document.add([row(name, adapted, found)])
+        with tempfile.TemporaryDirectory() as directory:
+            size = write_model(Path(directory), LAYERS_TO_LOAD)
+            document.add(["", *REMARKS, *describe_loading(size)])
+            for name, sizes in LAYOUTS.items():
+                if sizes:
+                    loaded = Pool(nursery, 2 ** len(sizes)).run(measure_loading, directory, sizes, timeout=600)
+                    document.add([row_of_loading(name, loaded)])
+    finally:
+        nursery.close()
+    document.finish(arguments.write)
+
+
+REMARKS = [
+    "What is above the bound with `dp_shard` are the blocks that FSDP2 holds gathered: the one that computes, the",
+    "next, and embedding and head. Their share falls with the number of layers.",
+    "",
+]
+
+
+def describe() -> list[str]:
+    """Configuration and versions."""
+    sizes = ", ".join(
+        f"{key} {value}" for key, value in SIZES.items() if key not in ("use_cache", "tie_word_embeddings")
+    )
+    return [
+        "# What LoRA costs",
+        "",
+        (__doc__ or "").partition("\n\n")[2].strip(),
+        "",
+        f"{sizes}; float32; {ROWS} rows of {TOKENS} tokens per step over all ranks; rank {RANK} on all linear layers. "
+        f"{describe_machine()}. On one process plain transformers and peft run. Written by `python -m benchmarks.lora "
+        "--write`; several ranks share the cores, so times compare the two rows of a layout only.",
+        "",
+        "| layout | what trains | step | peak of a rank | base | adapters or gradients and moments | activations "
+        "| peak / bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+
+def row(name: str, adapted: bool, ranks: list[dict[str, float]]) -> str:
+    """One line of the table: the rank that holds most."""
+    worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    peaks = " | ".join(f"{worst[key] / MIB:.0f} MiB" for key in ("peak", "base", "trained", "activations"))
+    what = "LoRA" if adapted else "all"
+    ratio = f"{worst['ratio']:.2f}" if adapted else ""
+    return f"| {name} | {what} | {1e3 * worst['seconds']:.0f} ms | {peaks} | {ratio} |"
+
+
+def measure(directory: str, sizes: dict[str, int], adapted: bool) -> dict[str, float]:
+    """Runs on each rank; bytes and seconds."""
+    model = make(Path(directory), sizes, adapted)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    rows = ROWS // sizes.get("dp_shard", 1)
+    ids = torch.randint(3, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(0))
+    times = [timed_step(model, optimizer, ids) for _ in range(WARM + STEPS)]
+    held = [(local_tensor(p).nbytes, p.requires_grad) for p in model.parameters()]
+    base = sum(size for size, trains in held if adapted and not trains)
+    trained = sum(4 * size for size, trains in held if trains)
+    activations = saved_bytes(model, ids)
+    memory = Peak(model)
+    moments = [local_tensor(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    memory.stored |= {moment.untyped_storage()._cdata for moment in moments}
+    with memory:
+        step(model, optimizer, ids)
+    stored = sum(size for size, _ in held) + sum(moment.nbytes for moment in moments)
+    return {
+        "seconds": statistics.median(times[WARM:]),
+        "peak": memory.peak + stored,
+        "base": base,
+        "trained": trained,
+        "activations": activations,
+        "ratio": (memory.peak + stored) / (base + trained + activations),
+    }
+
+
+def describe_loading(size: int) -> list[str]:
+    """Head of the second table."""
+    return [
+        f"Loading a Llama of {size / GB:.2f} GB (bfloat16, {LAYERS_TO_LOAD} layers of width 2048) with adapters, in "
+        "`configure_model`: the worst rank.",
+        "",
+        "| layout | own memory, peak | part of base and adapters | peak / part |",
+        "|---|---|---|---|",
+    ]
+
+
+def measure_loading(directory: str, sizes: dict[str, int]) -> tuple[int, int]:
+    """Runs on each rank: the peak of own memory, and bytes of the rank's part."""
+    with Memory().measured() as loading:
+        model = make(Path(directory), sizes, True)
+        for parameter in model.parameters():
+            local_tensor(parameter).add_(0)  # until it is written to, a tensor may be a view of the file
+        dist.barrier()
+    return loading.own, sum(local_tensor(p).nbytes for p in model.parameters())
+
+
+def row_of_loading(name: str, ranks: list[tuple[int, int]]) -> str:
+    """One line of the second table."""
+    own, part = max(ranks, key=lambda rank: rank[0] / rank[1])
+    return f"| {name} | {own / MIB:.0f} MiB | {part / MIB:.0f} MiB | {own / part:.2f} |"
+
+
+def make(directory: Path, sizes: dict[str, int], adapted: bool) -> nn.Module:
+    """Reads the model, adapts it, and makes it parallel, as a strategy does around ``configure_model``."""
+    build = partial(AutoModelForCausalLM.from_pretrained, directory)
+    config = LoraConfig(r=RANK, target_modules="all-linear")
+    adapt = partial(get_peft_model, peft_config=config) if adapted else lambda base: base
+    if not sizes:
+        return adapt(build()).train()
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
+    return read_and_adapt(build, adapt, mesh, FSDP2Config()).train()
+
+
+def timed_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
+    """Seconds of one step, begun by all ranks together."""
+    dist.barrier()
+    before = time.perf_counter()
+    step(model, optimizer, ids)
+    return time.perf_counter() - before
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    """Forward, backward, update."""
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved_bytes(model: nn.Module, ids: Tensor) -> int:
+    """Bytes that autograd saves in a forward pass, each storage once, without parameters."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.setdefault(local_tensor(tensor).untyped_storage().data_ptr(), local_tensor(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    known = set(_addresses(model))
+    loss.backward()
+    model.zero_grad()
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in known)
+
+
+def _addresses(model: nn.Module) -> Iterator[int]:
+    for parameter in model.parameters():
+        yield local_tensor(parameter).untyped_storage().data_ptr()
+
+
+if __name__ == "__main__":
+    from benchmarks import lora  # by its own name: ranks must be able to import what they run
+
+    lora.main()
