@@ -60,11 +60,12 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
     Args:
         model: in place.
-        patterns: as of files: ``model.layers.[0-9].*``.
+        patterns: as of files, of names without wrappers: ``model.layers.[0-9].*``.
 
     Raises:
         ValueError: for a pattern that matches nothing.
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     parameters = {name_without_wrappers(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     for pattern in patterns:
         found = [p for name, p in parameters.items() if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]

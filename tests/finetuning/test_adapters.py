@@ -144,3 +144,11 @@ def test_frozen_layers_and_the_number_that_trains(model_dir: Path, caplog: pytes
     assert not any(name.startswith("model.layers.1") for name in frozen)
     total = sum(p.numel() for p in module.parameters())
     assert f"of {total:,} parameters train" in caplog.text
+
+
+def test_frozen_layers_have_no_adapters_that_train(model_dir: Path) -> None:
+    module = module_of(model_dir, peft=FIELDS, freeze=["model.layers.[1-9].*"])
+    module.configure_model()
+    trained = {name.removeprefix("base_model.model.") for name, p in module.model.named_parameters() if p.requires_grad}
+    assert {name.rpartition("model.layers.")[2][:1] for name in trained if "lora_" in name} == {"0"}
+    assert "lm_head.modules_to_save.default.weight" in trained
