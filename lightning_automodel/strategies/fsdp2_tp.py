@@ -34,6 +34,7 @@ from lightning_automodel.strategies.submodels import (
     check_switches_find_work,
     find_submodels,
     no_plan,
+    refuse_prompts,
     unwrap_compiled_children,
 )
 
@@ -135,6 +136,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
+        refuse_prompts(module, self.sizes.tp)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
         self._setup_submodels(find_submodels(module))
 

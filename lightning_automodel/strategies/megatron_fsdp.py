@@ -26,7 +26,12 @@ from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, ax
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
+from lightning_automodel.strategies.submodels import (
+    check_switches_find_work,
+    find_submodels,
+    refuse_prompts,
+    unwrap_compiled_children,
+)
 
 _SHARDED = "_sharded_by_megatron_fsdp"
 _MESH = "_mesh_of_megatron_fsdp"
@@ -124,6 +129,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 
         unwrap_compiled_children(module)
+        refuse_prompts(module, self.sizes.tp)
         if self._sharded is not None:
             _check_mesh(vars(module)[_MESH], self.device_mesh)
             return

@@ -1,0 +1,55 @@
+"""Methods of peft beside LoRA: right where layers stay whole, an error that says what to use where they do not."""
+
+from functools import partial
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from lightning_automodel.testing.pool import Pool
+from tests.adapters.test_configure_model import BOUND, error
+from tests.support.training import tiny_llama
+
+PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+CONFIGS = {
+    "vera": peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "loha": peft.LoHaConfig(r=4, target_modules=["q_proj", "o_proj"], init_weights=False),
+    "oft": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj", "o_proj"]),
+    "tokens": peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "prefix": peft.PrefixTuningConfig(**PROMPT),
+    "prompt": peft.PromptTuningConfig(**PROMPT),
+    "encoder": peft.PromptEncoderConfig(**PROMPT),
+}
+RIGHT = {"fsdp2-dp2": {"vera", "loha", "oft", "tokens", "norms", "prefix"}, "fsdp2-tp2": {"norms"}}
+
+
+def adapt(method: str, base: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    return peft.get_peft_model(base, CONFIGS[method])  # type: ignore[arg-type]
+
+
+def outcomes(layout: str, directory: Path) -> dict[str, float | str]:
+    """Runs on each rank: the largest error of each method, or the message that refuses it."""
+    found: dict[str, float | str] = {}
+    for method in CONFIGS:
+        try:
+            found[method] = error(layout, partial(adapt, method), directory)[0]
+        except ValueError as refusal:
+            found[method] = str(refusal)
+    return found
+
+
+@pytest.mark.parametrize("layout", RIGHT)
+def test_right_or_refused(layout: str, tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    for found in pool2.run(outcomes, layout, tmp_path, trainer=True):
+        for method, outcome in found.items():
+            if isinstance(outcome, str):
+                assert method not in RIGHT[layout], (method, outcome)
+                assert "use LoRA" in outcome, (method, outcome)
+            else:
+                assert method in RIGHT[layout]
+                assert outcome <= BOUND, (method, outcome)
