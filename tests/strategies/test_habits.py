@@ -153,12 +153,24 @@ class Watched(Recorder):
         self.norms.append({name: float(whole(norm)) for name, norm in norms.items()})
 
 
+class Noted(StochasticWeightAveraging):
+    """A user's subclass with a hook of its own."""
+
+    has_begun = False
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        super().setup(*args, **kwargs)
+        self.has_begun = True
+
+
 def fit_watched(strategy: Strategy, tp: int, module: Watched, epochs: int, directory: Path, resume: bool) -> None:
-    averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+    averaging = Noted(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
     saver = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
     switches = {"detect_anomaly": True, "enable_checkpointing": True}
     run = make_trainer(strategy, callbacks=[averaging, saver], max_epochs=epochs, **switches)
     run.fit(module, batches(world_size() // tp), ckpt_path=directory / "epoch=1.ckpt" if resume else None)
+    assert averaging.has_begun
+    assert type(averaging) is Noted
     torch.autograd.set_detect_anomaly(False)
 
 

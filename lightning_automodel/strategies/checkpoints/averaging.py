@@ -179,14 +179,15 @@ def adapt(callbacks: list[Any]) -> None:
         sharded = next((cls for base, cls in _SHARDED.items() if isinstance(callback, base)), None)
         if sharded is not None and not isinstance(callback, sharded):
             names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # its key in a checkpoint
-            callback.__class__ = type(kind.__name__, (sharded, kind), names)
+            bases = (sharded, kind) if issubclass(sharded, kind) else (kind, sharded)  # a user's methods come first
+            callback.__class__ = type(kind.__name__, bases, names)
 
 
 def restore(callbacks: list[Any]) -> None:
     """Undo :func:`adapt`."""
     for callback in callbacks:
         if isinstance(callback, tuple(_SHARDED.values())):
-            callback.__class__ = type(callback).__bases__[1]
+            callback.__class__ = next(kind for kind in type(callback).__bases__ if kind not in _SHARDED.values())
 
 
 def begin(callbacks: list[Any], module: "pl.LightningModule") -> None:
