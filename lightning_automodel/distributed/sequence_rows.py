@@ -16,6 +16,7 @@ own part of the loss, so every gradient is a part, and the sum over the ranks is
     gather_parts   all-gather of the rows         reduce-scatter (parts of all ranks)
     gather_whole   all-gather of the rows         own rows, times ``scale``: every rank has the whole gradient
     sum_parts      all-reduce                     the same, times ``scale``
+    average_grad   the same tensor                all-reduce: of parts times the number of ranks, the whole gradient
     =============  =============================  ======================================
 """
 
@@ -128,6 +129,11 @@ def sum_parts(x: Tensor, group: ProcessGroup, scale: float = 1.0) -> Tensor:
     return _SumParts.apply(x, group, scale)
 
 
+def average_grad(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return ``x``, whose gradients are averaged over ``group``: whole on every rank, also where they were parts."""
+    return _AverageGrad.apply(x, group)
+
+
 def join_rows(x: Tensor, dim: int, rows: Rows) -> Tensor:
     """All-gather rows on ``dim``, in the order of the sequence, without a gradient."""
     longest = max(rows.counts)
@@ -187,3 +193,16 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.scale, None, None
+
+
+class _AverageGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        average = grad.contiguous() / ctx.group.size()
+        dist.all_reduce(average, group=ctx.group)
+        return average, None

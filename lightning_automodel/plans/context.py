@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -171,7 +172,7 @@ def _add_models(layout: ContextLayout, model: nn.Module, holder: str) -> None:
     parts = holder.split(".") if holder else []
     around = [".".join(parts[:i]) for i in range(len(parts))]
     models = [n for n in around if isinstance(model.get_submodule(n), PreTrainedModel)]
-    for outer, inner in zip(models, [*models[1:], holder], strict=True):
+    for outer, inner in pairwise([*models, holder]):
         attribute = (inner[len(outer) :].lstrip(".")).split(".")[0]
         layout.models[outer] = layout.models.get(outer, True) and hands_on(model.get_submodule(outer), attribute)
     layout.models.setdefault(holder, True)

@@ -3,10 +3,11 @@
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
+from lightning_automodel.distributed.sequence_rows import Rows, average_grad, gather_whole
 from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.modules.forward import SharedByCopies
@@ -56,6 +57,10 @@ def _is_given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value) or not isinstance(value, bool | int))
 
 
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
 # ---- a call ----------------------------------------------------------------------------------------------------------
 
 
@@ -81,13 +86,22 @@ class ModelOnRows(SharedByCopies):
         """Call :meth:`leave` where ``model`` is left, also if it raised."""
         model.register_forward_hook(self.leave, always_call=True)
 
-    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Find out what a call may cut, and whether it computes its loss."""
+    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Find out what a call may cut, and whether it computes its loss; what comes from outside has whole gradients.
+
+        Another model may have computed it, or this one in an earlier call, and gave it away as a whole.
+        """
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         self.call.depth += 1
         if self.call.depth == 1:
             self._begin(model, given)
         self.call.has_labels |= given.get("labels") is not None and computes_loss(model)
+        if self.call.depth > 1 or not any(map(_is_differentiable, given.values())):
+            return None
+        return tuple(map(self._from_outside, args)), {name: self._from_outside(x) for name, x in kwargs.items()}
+
+    def _from_outside(self, value: Any) -> Any:
+        return average_grad(value, self.call.group) if _is_differentiable(value) else value
 
     def _begin(self, model: nn.Module, given: dict[str, Any]) -> None:
         call = self.call
