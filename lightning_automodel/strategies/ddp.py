@@ -155,8 +155,21 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         super().setup(trainer)
         if self._is_fitting:
             self.configure_ddp()  # after the weights of a checkpoint are in place, and the optimizer has its parameters
+            self._reduced = self._trained()
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
                 self._enable_model_averaging()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if (trained := self._trained()) != self._reduced:  # a callback unfroze a layer, or another adapter is in use
+            self.model = self.lightning_module
+            self.configure_ddp()
+            self._reduced = trained
+        return super().training_step(*args, **kwargs)
+
+    def _trained(self) -> set[nn.Parameter]:
+        """Collect what torch's wrapper reduces, which it decides on when it is made."""
+        return {parameter for parameter in self._module.parameters() if parameter.requires_grad}
 
     @contextmanager
     @override

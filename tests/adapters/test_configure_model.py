@@ -69,19 +69,24 @@ ARGUMENTS: dict[str, Any] = {"max_steps": 3, "accumulate_grad_batches": 2, "grad
 
 
 def on_one_process(directory: Path, adapt: Callable, dtype: torch.dtype) -> Adapted:
+    return train_alone(Adapted(directory, adapt, dtype))
+
+
+def train_alone(module: Adapted) -> Adapted:
     """What Lightning's loop does: clipping, accumulation, three steps, with the batches of all data ranks."""
-    module = Adapted(directory, adapt, dtype)
     module.configure_model()
     optimizer = module.configure_optimizers()
     rows = iter(batches(1, 32))
-    for _ in range(3):
+    for step in range(3):
         for _ in range(2):
+            if isinstance(module, Switching):
+                module.choose(2 * step)
             batch = next(rows)
             loss = module.model(input_ids=batch[0], labels=batch[0]).loss
             module.losses.append(float(loss.detach()))
             (loss / 2).backward()
         module.on_before_optimizer_step(optimizer)
-        nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], 0.5)
+        nn.utils.clip_grad_norm_([p for p in module.parameters() if p.grad is not None], 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return module
@@ -153,6 +158,37 @@ def errors_of_rounding(directory: Path) -> tuple[float, float]:
 def test_a_narrow_base_that_is_split_errs_by_rounding(directory: Path, pool2: Pool) -> None:
     for mesh, one in pool2.run(errors_of_rounding, directory, trainer=True):
         assert mesh <= 2 * one
+
+
+class Switching(Adapted):
+    """Trains one of two adapters per step."""
+
+    def choose(self, batch_idx: int) -> None:
+        """Use the adapter of the step that the micro-batch belongs to."""
+        self.model.set_adapter("default" if batch_idx // 2 % 2 == 0 else "other")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.choose(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for n, p in self.model.named_parameters() if "lora_" in n], lr=0.1)
+
+
+def error_of_switching(layout: str, directory: Path) -> tuple[float, str]:
+    """Runs on each rank."""
+    adapt = partial(by_method, "two", adapters=directory)
+    expected = train_alone(Switching(directory, adapt))
+    chosen = LAYOUTS[layout]
+    module = Switching(directory, adapt)
+    make_trainer(chosen.make(), **ARGUMENTS).fit(module, batches(chosen.data_size, 32))
+    return largest(module, expected)
+
+
+@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2"])
+def test_adapters_are_switched_in_a_run(layout: str, directory: Path, pool2: Pool) -> None:
+    for found in pool2.run(error_of_switching, layout, directory, trainer=True):
+        assert found[0] <= BOUND, found
 
 
 def by_method(method: str, base: Any, adapters: Path) -> Any:
