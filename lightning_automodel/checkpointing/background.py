@@ -11,6 +11,7 @@ memory are copied beside the next passes, and the next step waits for what is le
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +66,8 @@ class BackgroundSaver:
             thread.join()
         timeout = self.timeout
         group = keep(("background", timeout), lambda: dist.new_group(timeout=timeout, backend="gloo"))
+        with suppress(OSError):  # which the thread meets as well
+            path.parent.make_folder()  # Lightning may put a link to the checkpoint there at once
         self._is_writing = True
         self._copied.clear()
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)

@@ -309,8 +309,9 @@ def change_before_the_copy(directory: Path, with_step: bool) -> dict[str, Any]:
     moment = optimizer.state[parameter]["momentum_buffer"]
     saver, states = BackgroundSaver(), Late(w=Held.of(moment, "w"))
     states.release = threading.Event()
-    path = Location.of(directory / "1.ckpt")
+    path = Location.of(directory / "new" / "1.ckpt")
     saver.save(replace(contents_of({"state_dict": {}}), tensors={"optimizer_0": states}), path)
+    assert path.parent.exists()  # a link to the checkpoint may be put there now
     if not with_step:
         moment.zero_()
     threading.Timer(0.2, states.release.set).start()
