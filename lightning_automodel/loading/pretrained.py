@@ -101,6 +101,8 @@ class _ShardedLoading:
     ) -> Any:
         """Shard ``model``, and read its weights unless they come from elsewhere."""
         refuse_quantized(model)
+        for parameter in model.parameters():  # transformers makes new ones of what it reads, whatever was frozen before
+            parameter.requires_grad_(parameter.is_floating_point())
         self.ties[model] = tie_groups(_tie(model))
         self.parallelize(model)
         home = home_of(model, self.device)

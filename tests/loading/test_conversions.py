@@ -1,5 +1,6 @@
 """Weights that transformers converts on the way from files to parameters, and what it initializes beside them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from lightning_automodel.loading import sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
-from tests.support.families import causal_families, image_text_families
+from tests.support.families import causal_families, image_text_families, tiny_model
+from tests.support.files import Files
 from tests.support.weights import all_read, randomized, unequal, weights
 
 CONFIG = LlamaConfig(
@@ -72,6 +74,20 @@ def test_a_conversion_that_calculates_is_done_on_whole_tensors(pool2: Pool) -> N
 
 
 # ---- sizes that differ -----------------------------------------------------------------------------------------------
+
+
+def trained(directory: Path) -> dict[str, set[str]]:
+    """Runs on each rank: names of the parameters that train, of a family that freezes some when it is built."""
+    files = Files("idefics", directory / "idefics", partial(tiny_model, "idefics"), None)
+    plain = files.plain()
+    mesh = build_mesh(resolve_sizes(2, dp_shard=2), "cpu")
+    models = {"built": tiny_model("idefics"), "read": plain, "sharded": files.on_mesh(plain, mesh, None)}
+    return {key: {n for n, p in model.named_parameters() if p.requires_grad} for key, model in models.items()}
+
+
+def test_what_trains_is_what_trains_on_one_device(pool2: Pool) -> None:
+    for found in pool2.run(trained, with_directory=True):
+        assert found["sharded"] == found["read"] > found["built"]
 
 
 def mismatched(directory: Path) -> None:
