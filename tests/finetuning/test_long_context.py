@@ -20,4 +20,5 @@ def test_the_example_runs(pool2: Pool, model_dir: Path, tmp_path: Path) -> None:
     for index in range(8):
         (tmp_path / f"{index}.txt").write_text(f"{index}: the lazy dog sleeps. " * 40)
     paths = [f"--model.model={model_dir}", f"--data.train_files={tmp_path}/*.txt", f"--data.cache_dir={tmp_path}/cache"]
-    pool2.run(fit, [*paths, "--data.sequence_length=256", "--trainer.max_steps=2"], trainer=True, timeout=120)
+    root = f"--trainer.default_root_dir={tmp_path}"
+    pool2.run(fit, [*paths, "--data.sequence_length=256", "--trainer.max_steps=2", root], trainer=True, timeout=120)
