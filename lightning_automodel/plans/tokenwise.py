@@ -19,38 +19,11 @@ from torch import Tensor, nn
 
 _MEASURED = ("transformers.", "torch.nn.", "peft.", "lightning_automodel.")
 _APART = {
-    *(
-        "torch",
-        "nn",
-        "functional",
-        "F",
-        "math",
-        "gelu",
-        "silu",
-        "relu",
-        "sigmoid",
-        "tanh",
-        "softplus",
-        "leaky_relu",
-        "elu",
-    ),
-    *(
-        "dropout",
-        "linear",
-        "layer_norm",
-        "rms_norm",
-        "square",
-        "pow",
-        "sqrt",
-        "rsqrt",
-        "exp",
-        "log",
-        "abs",
-        "clamp",
-        "neg",
-    ),
-    *("add", "sub", "mul", "div", "add_", "mul_", "to", "float", "type_as", "dtype", "device", "contiguous", "float32"),
-    *("bfloat16", "float16", "training", "get", "pop", "append"),
+    *("torch", "nn", "functional", "F", "math", "gelu", "silu", "relu", "sigmoid", "tanh", "softplus"),
+    *("leaky_relu", "elu", "dropout", "linear", "layer_norm", "rms_norm", "square", "pow", "sqrt", "rsqrt"),
+    *("exp", "log", "abs", "clamp", "neg", "add", "sub", "mul", "div", "add_", "mul_", "to", "float"),
+    *("type_as", "dtype", "device", "contiguous", "float32", "bfloat16", "float16", "training", "get", "pop"),
+    *("append"),
 }
 _ON_LAST = {"chunk", "split", "mean", "sum", "var", "norm", "softmax", "cat"}
 _BUILTINS = {"isinstance", "int", "float", "tuple", "len", "bool", "getattr", "hasattr"}
@@ -98,7 +71,7 @@ def _is_apart(node: ast.AST, module: nn.Module) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr in _APART | _ON_LAST or _is_known(node, module)
     if isinstance(node, ast.Call):
-        return _calls_apart(node)
+        return _calls_apart(node, module)
     return True
 
 
@@ -112,12 +85,12 @@ def _is_known(node: ast.Attribute, module: nn.Module) -> bool:
     return value is None or isinstance(value, nn.Module | int | float | str)
 
 
-def _calls_apart(call: ast.Call) -> bool:
+def _calls_apart(call: ast.Call, module: nn.Module) -> bool:
     if isinstance(call.func, ast.Name):
         return call.func.id in _BUILTINS
     if not isinstance(call.func, ast.Attribute):
         return False
-    if call.func.attr not in _ON_LAST:
+    if call.func.attr not in _ON_LAST or _is_known(call.func, module):
         return True
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     return any(ast.unparse(value) == "-1" for value in given)

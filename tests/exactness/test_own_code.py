@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.plans.tokenwise import keeps_tokens_apart
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, compare
-from tests.support.own_code import Block, BlockThatAttends, own_model
+from tests.support.own_code import MLP, Attention, Block, BlockThatAttends, Shift, own_model
 
 BOUND = 5e-5
 PLAN = {"body.layers.*.mlp.up": "colwise", "body.layers.*.mlp.down": "rowwise"}
@@ -22,6 +23,14 @@ def errors(sizes: dict[str, int], config: FSDP2Config) -> list[tuple[float, str]
     return [
         compare(partial(own_model, *model), sizes, dist.get_world_size(), schedule, config).largest for model in MODELS
     ]
+
+
+def test_what_is_read_off_the_source() -> None:
+    assert keeps_tokens_apart(Block())
+    assert keeps_tokens_apart(MLP())
+    assert not keeps_tokens_apart(BlockThatAttends())
+    assert not keeps_tokens_apart(Attention())
+    assert not keeps_tokens_apart(Shift())
 
 
 @pytest.mark.parametrize(
