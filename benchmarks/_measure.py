@@ -40,6 +40,12 @@ class Document:
             self.path.write_text("\n".join([*self.lines, *more]) + "\n")
 
 
+def write_above_sections(path: Path, lines: Iterable[str]) -> None:
+    """Write ``lines`` where the text above the first section of ``path`` was; sections are not measured, and stay."""
+    _, *sections = path.read_text().partition("\n## ") if path.exists() else ("",)
+    path.write_text("\n".join([*lines, ""]) + "".join(sections))
+
+
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Take the median of each figure over the runs."""
     return {key: median(run[key] for run in runs) for key in runs[0]}

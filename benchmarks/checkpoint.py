@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaForCausalLM
 
-from benchmarks._measure import Memory, describe_machine, timed
+from benchmarks._measure import Memory, describe_machine, timed, write_above_sections
 from benchmarks._model_on_disk import config
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.distributed.shards import local_tensor
@@ -94,7 +94,7 @@ def main() -> None:
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
                 print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
     nursery.close()
-    options.table.write_text("\n".join(lines(rounds)) + "\n")
+    write_above_sections(options.table, lines(rounds))
     print(options.table.read_text())
 
 

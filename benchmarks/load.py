@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks._measure import Memory, describe_machine, medians
+from benchmarks._measure import Memory, describe_machine, medians, write_above_sections
 from benchmarks._model_on_disk import GB, write_model
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.shards import local_tensor
@@ -50,7 +50,7 @@ def main() -> None:
                 ranks = Pool(nursery, RANKS).run(task, directory, name, timeout=300)
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
     nursery.close()
-    options.table.write_text("\n".join(lines(size, rounds)) + "\n")
+    write_above_sections(options.table, lines(size, rounds))
     print(options.table.read_text())
 
 

@@ -1,5 +1,5 @@
-"""The command ``lightning-automodel``: fit, validate, test and predict from a YAML file and switches; export and
-consolidate checkpoints.
+"""The command ``lightning-automodel``: fit, validate, test and predict from a YAML file and switches; and what
+is done with what was trained: generate, evaluate, export, consolidate. Before all that: plan.
 """
 
 import os
@@ -16,26 +16,44 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy, MegatronFSDPStrategy
 from lightning_automodel.checkpointing.conversion import consolidate, export
-from lightning_automodel.command.mistakes import describe_mistake, proposal
+from lightning_automodel.command.evaluation import evaluate
+from lightning_automodel.command.interruption import GoOnCommand
+from lightning_automodel.command.mistakes import describe_mistake, proposal, squeezed
+from lightning_automodel.command.predictions import PredictingTrainer
+from lightning_automodel.command.quiet import be_quiet
+from lightning_automodel.command.text import generate
+from lightning_automodel.command.writable import refuse_unwritable
+from lightning_automodel.config import FSDP2Config
 from lightning_automodel.finetuning import CausalLM, TextDataModule
+from lightning_automodel.planner.command import plan_command
 
 _DESCRIPTION = (
-    "Trains and evaluates. For checkpoints there are also: lightning-automodel export CKPT OUT (Hugging Face's format) "
-    "and lightning-automodel consolidate CKPT FILE (one Lightning file)."
+    "Trains and evaluates. Of what was trained there are also: lightning-automodel generate MODEL (text, "
+    "conversations), evaluate MODEL --files=... (loss and perplexity), export CKPT OUT (Hugging Face's format) and "
+    "consolidate CKPT FILE (one Lightning file). Before a run: plan."
 )
-_CONVERSIONS: dict[str, Any] = {"export": export, "consolidate": consolidate}
+_TOOLS: dict[str, Any] = {
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+    "consolidate": consolidate,
+}
 
 
 class AutomodelCLI(LightningCLI):
     """LightningCLI with this package's model, data and strategy until others are named."""
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
+        self._words = sys.argv[1:] if args is None else list(args)
         super().__init__(
             model_class=L.LightningModule,
             datamodule_class=L.LightningDataModule,
+            trainer_class=PredictingTrainer,
+            seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
@@ -47,9 +65,10 @@ class AutomodelCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Makes our classes the default of ``--model``, ``--data`` and ``--trainer.strategy``."""
         defaults = {"model": CausalLM, "data": TextDataModule, "trainer.strategy": FSDP2TPStrategy}
-        parser.set_defaults(
-            {key: {"class_path": f"{cls.__module__}.{cls.__qualname__}"} for key, cls in defaults.items()}
-        )
+        paths = {key: f"{cls.__module__}.{cls.__qualname__}" for key, cls in defaults.items()}
+        chosen: dict[str, Any] = {key: {"class_path": path} for key, path in paths.items()}
+        chosen["trainer.strategy"]["init_args"] = {"config": FSDP2Config().to_dict()}  # --print_config shows all fields
+        parser.set_defaults(chosen)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Ends the process with one line if an argument is not right."""
@@ -57,7 +76,7 @@ class AutomodelCLI(LightningCLI):
         try:
             super().parse_arguments(parser, _with_torch_optimizers(given) if isinstance(given, list) else given)
         except ArgumentError as error:
-            commands = [*self.subcommands(), *_CONVERSIONS]
+            commands = [*self.subcommands(), *_TOOLS]
             raise ValueError(describe_mistake(str(error), self._known_keys(), commands)) from None
         if self.config.get("subcommand") == "fit":
             self._bound_run(self.config.fit.trainer)
@@ -89,6 +108,8 @@ class AutomodelCLI(LightningCLI):
         except ValueError as error:
             candidates = [*refusals, error.__cause__, error]
             raise next((e for e in candidates if e is not None and _is_ours(e)), error) from None
+        if self.config.get("subcommand") == "fit":
+            refuse_unwritable(self.trainer, self.datamodule)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Adds a progress bar that shows small learning rates, unless the configuration has one or wants none."""
@@ -99,7 +120,13 @@ class AutomodelCLI(LightningCLI):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if trainer.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             callbacks = [*callbacks, TQDMProgressBar(refresh_rate=10)]
-        return super().instantiate_trainer(**{"callbacks": callbacks, **kwargs})
+        callbacks = [*callbacks, GoOnCommand(self._words)]
+        try:
+            return super().instantiate_trainer(**{"callbacks": callbacks, **kwargs})
+        except (TypeError, ValueError, ModuleNotFoundError) as error:
+            if _is_of(error, "lightning."):
+                raise ValueError(squeezed(str(error))) from None
+            raise
 
 
 def _with_torch_optimizers(args: list[str]) -> list[str]:
@@ -124,30 +151,36 @@ def _strategy_of(name: str) -> Any:
         return ours[name]()
     known = ["auto", *StrategyRegistry.available_strategies()]
     if name not in known:
-        raise ValueError(f"--trainer.strategy={name}: there is no such strategy{proposal(name, [*ours, *known])}")
+        hint = proposal(name, [*ours, *known]) or f"; use {', '.join(ours)} (ours), or a name of Lightning's"
+        raise ValueError(f"--trainer.strategy={name}: there is no such strategy{hint}")
     return name
 
 
-def convert_checkpoint(args: list[str]) -> None:
-    """Runs one of the subcommands about checkpoints.
+def run_tool(args: list[str]) -> None:
+    """Runs one of the subcommands about what was trained.
 
     Raises:
         ValueError: if an argument is not right.
     """
     try:
-        auto_cli(_CONVERSIONS, args=args, prog="lightning-automodel", exit_on_error=False)
+        auto_cli(_TOOLS, args=args, prog="lightning-automodel", exit_on_error=False)
     except ArgumentError as error:
-        raise ValueError(describe_mistake(str(error), [], _CONVERSIONS)) from None
+        raise ValueError(describe_mistake(str(error), [], _TOOLS)) from None
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command. A mistake in the configuration ends with its message and exit code 1, on every rank."""
     given = sys.argv[1:] if args is None else list(args)
+    be_quiet()
     try:
-        if given and given[0] in _CONVERSIONS:
-            convert_checkpoint(given)
+        if given and given[0] in _TOOLS:
+            run_tool(given)
+        elif given[:1] == ["plan"]:
+            plan_command(given[1:])
         else:
             AutomodelCLI(args)
+    except MisconfigurationException as error:
+        _end(squeezed(str(error)))
     except (ValueError, FileNotFoundError) as error:
         if not _is_ours(error):
             raise
@@ -163,8 +196,12 @@ def _end(message: str) -> NoReturn:
 
 def _is_ours(error: BaseException) -> bool:
     """Tells whether this package raised the error, which then says by itself what to do."""
+    return _is_of(error, "lightning_automodel.")
+
+
+def _is_of(error: BaseException, package: str) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_globals["__name__"].startswith("lightning_automodel.")
+    return bool(frames) and frames[-1][0].f_globals["__name__"].startswith(package)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ The mesh always has four axes, outermost first, size 1 included::
 
 Four flattened axes serve the groups that span several of them: ``dp`` (which data), ``dp_shard_cp`` (what FSDP2 shards
 over), ``dp_cp`` (what gradients are averaged over) and ``cp_tp`` (who computes one model on the same data).
+
+Expert parallelism is a view of ``dp_shard_cp``, and no axis of its own: ``efsdp x ep``, ``ep`` innermost.
 """
 
 import math
@@ -20,11 +22,12 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel._compat.groups import flatten_axes, set_timeout
+from lightning_automodel._compat.groups import flatten_axes, set_timeout, unflatten_axis
 from lightning_automodel.distributed.kept_groups import keep
 
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
 DP, DP_SHARD_CP, DP_CP, CP_TP = "dp", "dp_shard_cp", "dp_cp", "cp_tp"
+EFSDP, EP = "efsdp", "ep"
 AXES = (DP_REPLICATE, DP_SHARD, CP, TP)
 FLATTENED = {
     DP: (DP_REPLICATE, DP_SHARD),
@@ -38,12 +41,13 @@ AutoSize = int | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Resolved size of each axis of the mesh, in processes."""
+    """Resolved size of each axis of the mesh, in processes; ``ep`` of them, of ``dp_shard x cp``, exchange tokens."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -62,14 +66,16 @@ class MeshSizes:
 
 
 def resolve_sizes(
-    world_size: int, *, tp: int = 1, cp: int = 1, dp_shard: AutoSize = "auto", dp_replicate: int = 1
+    world_size: int, *, tp: int = 1, cp: int = 1, ep: int = 1, dp_shard: AutoSize = "auto", dp_replicate: int = 1
 ) -> MeshSizes:
     """Checks the sizes against the number of processes and resolves ``dp_shard="auto"`` to what remains.
 
     Raises:
-        ValueError: if a size is not a positive integer, or if the sizes do not multiply to ``world_size``.
+        ValueError: if a size is not a positive integer, if the sizes do not multiply to ``world_size``, or if ``ep``
+            does not divide ``dp_shard x cp``.
     """
     _check_size("tp", tp)
+    _check_size("ep", ep)
     _check_size("cp", cp)
     _check_size("dp_replicate", dp_replicate)
     others = tp * cp * dp_replicate
@@ -88,7 +94,13 @@ def resolve_sizes(
             f"{world_size} processes of this run; set devices x num_nodes to {dp_shard * others}, "
             'or dp_shard="auto" to take what remains'
         )
-    return MeshSizes(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    if dp_shard * cp % ep:
+        fitting = ", ".join(str(n) for n in range(1, dp_shard * cp + 1) if dp_shard * cp % n == 0)
+        raise ValueError(
+            f"ep={ep} does not divide dp_shard={dp_shard} x cp={cp} = {dp_shard * cp}: the ranks that shard the "
+            f"parameters exchange tokens in groups of ep; use one of {fitting}, or another dp_shard"
+        )
+    return MeshSizes(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
 
 
 def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
@@ -102,8 +114,10 @@ def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     for name, axes in FLATTENED.items():
         flatten_axes(mesh[axes], name)
+    if sizes.ep > 1:
+        unflatten_axis(axis(mesh, DP_SHARD_CP), {EFSDP: sizes.dp_shard * sizes.cp // sizes.ep, EP: sizes.ep})
     if timeout is not None:
-        for name in (*AXES, *FLATTENED):
+        for name in (*AXES, *FLATTENED, *((EFSDP, EP) if sizes.ep > 1 else ())):
             set_timeout(axis(mesh, name).get_group(), timeout)
     return mesh
 
@@ -140,11 +154,31 @@ class Axes:
         tp: over which matrices are split.
         data: over which parameters are sharded or replicated; of one axis, or of two, replicas first (hybrid sharding).
         cp: over which sequences are cut, a part of ``data``; ``None``: they are whole.
+        experts: over which tokens travel to experts; ``None``: experts come to the tokens.
     """
 
     tp: DeviceMesh
     data: DeviceMesh
     cp: DeviceMesh | None = None
+    experts: "ExpertAxes | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAxes:
+    """The data ranks as expert parallelism sees them: rank ``i * ep + j`` of a shard group is ``(efsdp=i, ep=j)``.
+
+    Attributes:
+        ep: whose ranks exchange tokens.
+        data: over which the experts of one ep rank are sharded; of one axis, or of two, replicas first.
+    """
+
+    ep: DeviceMesh
+    data: DeviceMesh
+
+    @property
+    def shards(self) -> int:
+        """Count the ranks that store all experts together."""
+        return self.ep.size() * self.data.size(self.data.ndim - 1)
 
 
 def find_axes(mesh: DeviceMesh, names: AxisNames) -> Axes:
@@ -176,7 +210,14 @@ def find_axes(mesh: DeviceMesh, names: AxisNames) -> Axes:
             "an axis would be left out; pass its name"
         )
     data = axis(mesh, names.dp_replicate, names.dp_shard_cp) if replicas > 1 else shard
-    return Axes(tp=tp, data=data, cp=axis(mesh, CP) if _has_axis(mesh, CP) else None)
+    cp = axis(mesh, CP) if _has_axis(mesh, CP) else None
+    return Axes(tp=tp, data=data, cp=cp, experts=_expert_axes(mesh, names.dp_replicate if replicas > 1 else None))
+
+
+def _expert_axes(mesh: DeviceMesh, replicas: str | None) -> ExpertAxes | None:
+    if not _has_axis(mesh, EP) or not _has_axis(mesh, EFSDP) or axis(mesh, EP).size() == 1:
+        return None
+    return ExpertAxes(ep=axis(mesh, EP), data=axis(mesh, replicas, EFSDP) if replicas else axis(mesh, EFSDP))
 
 
 def _has_axis(mesh: DeviceMesh, name: str) -> bool:

@@ -10,6 +10,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_hits, cross_entropy, next_tokens
+from lightning_automodel.parallel.experts.load import expert_loads
+
+__all__ = ["MeanOverTargets", "Perplexity", "TokenAccuracy", "TokenCounter", "expert_loads"]
 
 
 class MeanOverTargets(Metric):

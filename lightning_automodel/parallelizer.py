@@ -37,17 +37,27 @@ from lightning_automodel.parallel.registry import (
 )
 from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.plans.additions import register_tp_plan
-from lightning_automodel.plans.torch_styles import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from lightning_automodel.plans.torch_styles import (
+    get_hf_tp_plan,
+    get_hf_tp_shard_plan,
+    translate_parallel_style,
+    translate_to_torch_parallel_style,
+)
 from lightning_automodel.plans.validation import validate_tp_mesh, validate_tp_mesh_for_nemotron_nas
+
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP
+"""The older name."""
 
 __all__ = [
     "HAVE_MEGATRON_FSDP",
+    "HAVE_NVFSDP",
     "PARALLELIZATION_STRATEGIES",
     "DefaultParallelizationStrategy",
     "ParallelizationStrategy",
     "apply_fsdp2_sharding_recursively",
     "apply_selective_activation_checkpointing",
     "fsdp2_strategy_parallelize",
+    "get_hf_tp_plan",
     "get_hf_tp_shard_plan",
     "get_lm_ac_layers",
     "get_parallelization_strategy",
@@ -58,6 +68,7 @@ __all__ = [
     "parallelize",
     "register_parallel_strategy",
     "register_tp_plan",
+    "translate_parallel_style",
     "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
     "validate_tp_mesh",

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_automodel.distributed import logs
 from lightning_automodel.testing.pool import Nursery, Pool
+
+
+@pytest.fixture(autouse=True)
+def unsaid() -> None:
+    """Messages that appear once per process appear once per test."""
+    logs._seen.clear()
 
 
 @pytest.fixture(scope="session")

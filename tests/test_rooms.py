@@ -21,8 +21,9 @@ FLOORS = (
     ("loss", "plans"),
     ("parallel",),
     ("chunked_loss", "megatron", "metrics", "parallelizer"),
-    ("command", "finetuning", "strategies"),
-    ("__init__",),
+    ("finetuning", "strategies"),
+    ("__init__", "planner"),
+    ("command",),
     ("cli",),
 )
 """From the ground up. What stands side by side does not know of each other."""
@@ -34,7 +35,7 @@ PUBLIC: dict[str, str] = {
     "": "FSDP2TPStrategy MegatronFSDPStrategy DDPStrategy FSDP2Config DDPConfig MegatronFSDPConfig parallelize",
     "chunked_loss": "chunked_linear_cross_entropy",
     "config": "DDPConfig FSDP2Config MegatronFSDPConfig",
-    "finetuning": "CausalLM TextDataModule HuggingFaceExport WarmupCosine",
+    "finetuning": "CausalLM ImageTextDataModule ImageTextLM TextDataModule HuggingFaceExport WarmupCosine",
     "finetuning.causal_lm": "CausalLM check_weights",
     "finetuning.chat": "render_chat",
     "finetuning.data": "TextDataModule token_rows",
@@ -54,7 +55,7 @@ PUBLIC: dict[str, str] = {
     "megatron": "HAVE_MEGATRON_FSDP megatron_fsdp_strategy_parallelize nvfsdp_strategy_parallelize accumulating "
     "clip_grad_norm_",
     "mesh": "DP_CP TP axis build_mesh resolve_sizes",
-    "metrics": "Perplexity TokenAccuracy TokenCounter MeanOverTargets",
+    "metrics": "Perplexity TokenAccuracy TokenCounter MeanOverTargets expert_loads",
     "parallelizer": "parallelize fsdp2_strategy_parallelize megatron_fsdp_strategy_parallelize "
     "nvfsdp_strategy_parallelize register_parallel_strategy register_tp_plan ParallelizationStrategy "
     "DefaultParallelizationStrategy PARALLELIZATION_STRATEGIES get_parallelization_strategy validate_tp_mesh "

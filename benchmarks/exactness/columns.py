@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from lightning_automodel.config import FSDP2Config
 from tests.support.comparison import Schedule
-from tests.support.families import causal_families, image_text_families
+from tests.support.families import causal_families, image_text_families, tiny_config
 from tests.support.run_family import Run
 from tests.support.sizes import SMALL
 
@@ -70,6 +70,17 @@ CONTEXT = (
     "qwen3_moe",
 )
 """One of each kind of mixer, mask and stream."""
+EXPERTS = (
+    "aria_text",
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+)
+"""One of each kind of experts and of the layers beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +117,19 @@ def dropping_families() -> list[str]:
     return [name for name in causal_families() if _DROPPED.keys() & _fields(CONFIG_MAPPING[name])]
 
 
+def expert_families() -> list[str]:
+    """Families whose language model has several experts, in the order of :func:`all_families`."""
+    return [name for name in all_families() if _has_experts(name)]
+
+
+def _has_experts(family: str) -> bool:
+    try:
+        config = tiny_config(family).get_text_config()
+    except Exception:  # what cannot be configured is in the main table, with the reason
+        return False
+    return any((getattr(config, name, None) or 1) > 1 for name in _COUNTS)
+
+
 def all_families() -> list[str]:
     """Causal families with and without a plan, then those that read images."""
     return [*causal_families(), *causal_families(with_plan=False), *image_text_families()]
@@ -123,6 +147,12 @@ _DROPPED = {name: 0.1 for name, value in SMALL.items() if isinstance(value, floa
 }
 _ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
 _MESH = {"dp_shard": 2, "tp": 2}
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MORE_EXPERTS = {
+    **dict.fromkeys(_COUNTS, 8),
+    **{"enable_moe_block": True, "top_k_experts": 2, "is_moe": True},
+}
+_SEQUENCE_AGAIN = FSDP2Config(sequence_parallel=True, activation_checkpointing=True)
 
 MAIN: Mapping[str, Column] = {
     "tp": Column(title="tp=2", run=Run(sizes={"tp": 2}, schedule=ONE)),
@@ -187,6 +217,35 @@ EXTRA: Mapping[str, Column] = {
         title="experts beside the dense layers (enable_moe_block): dp_shard=2 x tp=2",
         run=Run(sizes=_MESH, schedule=LONG, changes={"enable_moe_block": True, "top_k_experts": 2}),
         families=lambda: ["gemma4", "gemma4_text"],
+    ),
+    "ep": Column(
+        title="expert parallelism: dp_shard=4, ep=2, 3 steps",
+        run=Run(sizes={"dp_shard": 4, "ep": 2}, schedule=LONG, changes=_MORE_EXPERTS),
+        families=expert_families,
+        needs_plan=False,
+    ),
+    "ep_tp": Column(
+        title="expert parallelism: dp_shard=2 x tp=2, ep=2, sequence parallelism, checkpointing, 3 steps",
+        run=Run(sizes={**_MESH, "ep": 2}, schedule=LONG, changes=_MORE_EXPERTS, config=_SEQUENCE_AGAIN, ragged=True),
+        families=expert_families,
+    ),
+    "ep4": Column(
+        title="expert parallelism: dp_shard=4, ep=4, 3 steps",
+        run=Run(sizes={"dp_shard": 4, "ep": 4}, schedule=LONG, changes=_MORE_EXPERTS),
+        families=lambda: list(EXPERTS),
+        needs_plan=False,
+    ),
+    "ep_hybrid": Column(
+        title="expert parallelism: dp_replicate=2 x dp_shard=2, ep=2, 3 steps",
+        run=Run(sizes={"dp_replicate": 2, "dp_shard": 2, "ep": 2}, schedule=LONG, changes=_MORE_EXPERTS),
+        families=lambda: list(EXPERTS),
+        needs_plan=False,
+    ),
+    "ep_context": Column(
+        title="expert parallelism: dp_shard=2 x cp=2, ep=4, 3 steps",
+        run=Run(sizes={"dp_shard": 2, "cp": 2, "ep": 4}, schedule=LONG, changes=_MORE_EXPERTS, ragged=True),
+        families=lambda: list(EXPERTS),
+        needs_plan=False,
     ),
     "router": Column(
         title="auxiliary losses of routers, with coefficient 1: dp_shard=2 x tp=2",

@@ -5,11 +5,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
+
+from lightning_automodel._compat.tensors import without_checkpointing_modes
 
 
 def add_parameter_group(
@@ -41,21 +47,61 @@ def add_parameter_group(
     )
 
 
+def relabel(unit: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, rows: int) -> None:
+    """Lets the parameters of an FSDP2 unit say that they are shards of ``rows`` rows over ``mesh``. Nothing moves.
+
+    FSDP2 labels what it shards with the mesh that it shards over, beside that of ``tp`` where it is split over that.
+    Here other ranks hold more rows of the same tensor: rank r of the last axis of ``mesh`` has chunk r.
+    """
+    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+        for held in group.fsdp_params:
+            spec = held._sharding_spec
+            shape = torch.Size((rows, *spec.shape[1:]))
+            meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), held.sharded_param.dtype)
+            whole = DeviceMesh._concatenate([mesh, tp]) if held.is_dtensor else mesh
+            held._sharding_spec = DTensorSpec(whole, spec.placements, tensor_meta=meta)
+            local = held.to_sharded_dtensor(held.sharded_param._local_tensor)
+            new = nn.Parameter(local, requires_grad=held.sharded_param.requires_grad)
+            new.__dict__.update(held.sharded_param.__dict__)
+            held.sharded_param = new
+            held._setattr_on_modules(new)
+
+
+def gather_unwatched(unit: nn.Module) -> None:
+    """Keeps modes of checkpointing from what FSDP2 does around the forward pass of ``unit``.
+
+    A unit inside of a checkpointed block gathers in the forward pass and in the recomputation, but not alike (it may
+    have been prefetched), and selective checkpointing counts operations.
+    """
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is state:
+                hooks[key] = partial(_unwatched, hook)
+
+
+def _unwatched(hook: Callable, *args: Any) -> Any:
+    with without_checkpointing_modes():
+        return hook(*args)
+
+
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """Finds one module of each FSDP2 unit in ``module``, itself included."""
     found = (part for part in module.modules() if isinstance(part, FSDPModule))
     return list({fully_shard.state(part): part for part in found}.values())  # type: ignore[attr-defined]
 
 
-def pending_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor]]]:
+def pending_gradients(
+    unit: FSDPModule,
+) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor], list[ProcessGroup]]]:
     """Yields the gradients that FSDP2 has accumulated in ``unit`` and not reduced.
 
     FSDP2 keeps it in attributes of its own until the last micro-batch. Collective over the axes right of FSDP2's, where
     the gradient of a whole parameter is a partial sum.
 
     Yields:
-        the sharded parameter; its gradient on this rank, summed over the tensor-parallel ranks; and the function that
-        cuts this rank's shard out of such a tensor.
+        the sharded parameter; its gradient on this rank, summed over the tensor-parallel ranks; the function that cuts
+        this rank's shard out of such a tensor; and the groups over which FSDP2 will average, one after the other.
     """
     for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
         for held in group.fsdp_params:
@@ -66,7 +112,13 @@ def pending_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor, 
                 gradient = held._get_grad_inner_tensor(unsharded.grad)
             else:
                 continue
-            yield held.sharded_param, gradient, partial(_own_chunk, mesh=held.mesh_info, dim=held.fsdp_placement.dim)
+            mesh, dim = held.mesh_info, held.fsdp_placement.dim
+            yield held.sharded_param, gradient, partial(_own_chunk, mesh=mesh, dim=dim), _groups_of(mesh)
+
+
+def _groups_of(mesh: Any) -> list[ProcessGroup]:
+    both = (getattr(mesh, name, None) for name in ("shard_process_group", "replicate_process_group"))
+    return [group for group in both if group is not None]
 
 
 def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:

@@ -33,6 +33,16 @@ def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def unflatten_axis(mesh: DeviceMesh, sizes: dict[str, int]) -> None:
+    """Give parts of the one axis of ``mesh`` groups of their own, under names of the root mesh, outermost first.
+
+    torch can cut an axis, but keeps the parts under no name; the root mesh is where flattened axes have theirs.
+    """
+    view = mesh._unflatten(0, tuple(sizes.values()), tuple(sizes))
+    for name in sizes:
+        mesh._get_root_mesh()._flatten_mapping[name] = view[name]
+
+
 @contextmanager
 def concatenated_once() -> Generator[None, None, None]:
     """Makes FSDP2 put its axes and those of tensor parallelism side by side once, within this context.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, WeightRenaming, revert_weight_conversion
 from transformers.utils.loading_report import LoadStateDictInfo
 
 __all__ = ["revert_weight_conversion"]
@@ -50,6 +50,7 @@ class LoadingSteps:
             (PreTrainedModel, "_initialize_missing_keys"): self.initialize,
             (PreTrainedModel, "_finalize_model_loading"): self.finalize,
             (WeightConverter, "convert"): self.convert,
+            (WeightRenaming, "convert"): self.convert,  # what is quantized on the way
             (core_model_loading, "set_param_for_module"): self.set_parameter,
         }
         instead = {

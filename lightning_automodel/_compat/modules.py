@@ -1,6 +1,9 @@
 """Private names of torch's modules: the tables that public methods read, and write with checks only."""
 
+from typing import Any
+
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -27,6 +30,11 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Tells whether a buffer of ``module`` is part of its state dict."""
     return buffer not in module._non_persistent_buffers_set
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """Makes what ``load_state_dict`` returns."""
+    return _IncompatibleKeys(missing, unexpected)
 
 
 def remove_hooks(module: nn.Module) -> None:

@@ -1,12 +1,15 @@
 """Private names of torch's tensors, operations and autograd."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Documented ways to name and to watch operations, in modules with private names.
 __all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
@@ -22,6 +25,33 @@ def wrapper_tensor(kind: type[_Wrapper], shape: Any, **options: Any) -> _Wrapper
     return Tensor._make_wrapper_subclass(kind, shape, **options)
 
 
+@contextmanager
+def without_checkpointing_modes() -> Generator[None, None, None]:
+    """Hides what runs within this context from selective checkpointing, which counts operations; other modes stay.
+
+    torch can disable all modes only, those of fake tensors and of measurements among them.
+    """
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())][::-1]
+    kept = [mode for mode in modes if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+    try:
+        with _pushed(kept):
+            yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
+@contextmanager
+def _pushed(modes: list[Any]) -> Generator[None, None, None]:
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
 def each_norm(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Computes the norm of each tensor, in one kernel where there is one; torch's own clipping does so."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
@@ -35,6 +65,15 @@ def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
 def name_of_operation(operation: Any) -> str:
     """Returns the name of an operation in torch's schemas, such as ``aten::normal_``."""
     return operation._schema.name
+
+
+def argument_of(operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what an operation is called with as ``name``, or by default; ``None`` if it takes no such argument."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == name:
+            given = args[place] if place < len(args) else kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def base_of(view: Tensor) -> Tensor | None:

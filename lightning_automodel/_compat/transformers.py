@@ -123,6 +123,20 @@ def use_kernels_without_memory(config: PreTrainedConfig) -> None:
         config._experts_implementation = "batched_mm"  # the only one that looks at no values, for all dtypes
 
 
+@contextmanager
+def experts_run_eagerly(module: nn.Module) -> Generator[None, None, None]:
+    """Makes a module of experts compute by its own code within this context, whatever kernels its config asks for."""
+    config = getattr(module, "config", None)
+    before = getattr(config, "_experts_implementation", None)
+    if before is not None:
+        config._experts_implementation = "eager"  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if before is not None:
+            config._experts_implementation = before  # type: ignore[union-attr]
+
+
 def checkpoint_function(layer: nn.Module, default: Callable) -> Callable:
     """Returns what ``layer`` would checkpoint with, as ``gradient_checkpointing_enable`` set it."""
     return getattr(layer, "_gradient_checkpointing_func", default)

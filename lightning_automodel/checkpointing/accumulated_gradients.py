@@ -25,7 +25,7 @@ def collect_gradients(model: nn.Module, data_group: ProcessGroup) -> dict[str, T
 
     Args:
         model: sharded by FSDP2, or with plain parameters that are the same on all ranks.
-        data_group: ranks whose gradients are averaged.
+        data_group: ranks whose gradients are averaged, for parameters that FSDP2 does not hold.
 
     Raises:
         RuntimeError: if gradients were reduced within the replicas and wait for the reduction among them.
@@ -37,7 +37,9 @@ def collect_gradients(model: nn.Module, data_group: ProcessGroup) -> dict[str, T
             "defer_fsdp_grad_sync=False; save after an optimizer step, or leave defer_fsdp_grad_sync at True"
         )
     unreduced = {
-        p: cut(_average(gradient, data_group)) for unit in units for p, gradient, cut in pending_gradients(unit)
+        parameter: cut(_average(gradient, *groups))
+        for unit in units
+        for parameter, gradient, cut, groups in pending_gradients(unit)
     }
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -67,10 +69,12 @@ def read_gradients(model: nn.Module, saved: Mapping[str, Any]) -> dict[nn.Parame
     return gradients
 
 
-def _average(gradient: Tensor, group: ProcessGroup) -> Tensor:
+def _average(gradient: Tensor, *groups: ProcessGroup) -> Tensor:
     result = gradient.detach().clone()
-    dist.all_reduce(result, group=group)
-    return result.div_(group.size())
+    for group in groups:
+        dist.all_reduce(result, group=group)
+        result.div_(group.size())
+    return result
 
 
 def _sum(one: Tensor | None, other: Tensor) -> Tensor:

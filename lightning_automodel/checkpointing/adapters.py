@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.transformers import source_of
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, unwrapped
@@ -96,6 +97,7 @@ def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
     """
     wrappers = {name_without_wrappers(n): (n, m) for n, m in reversed(list(model.named_modules())) if is_wrapper(m)}
     layers: dict[str, dict[str, Tensor] | None] = {}
+    check_mergeable(model)
     _untie(model, wrappers)
 
     def fetch_merged(name: str) -> Tensor | None:
@@ -113,6 +115,20 @@ def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
         return None if layer is None else layer[within]
 
     return fetch_merged
+
+
+def check_mergeable(model: PreTrainedModel) -> None:
+    """Check that adapters can be added to the weights of ``model``.
+
+    Raises:
+        ValueError: if these are quantized: the sum would be rounded, or be one that nobody trained with.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"merge: the base {source_of(model.config)!r} is quantized, and adapters that are added to it are rounded "
+            "with it; export the adapters alone, and use PeftModel.from_pretrained(base, directory), or merge them "
+            "into the base in full precision by merge_and_unload() of peft, which gives other numbers than training had"
+        )
 
 
 def _untie(model: PreTrainedModel, adapted: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from lightning_automodel.checkpointing.names import prefix_of
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.checkpointing.storage import Location
-from lightning_automodel.distributed.logs import logger
+from lightning_automodel.distributed.logs import log, logger
 from lightning_automodel.modules.wrappers import name_without_wrappers, without_wrappers
 
 _MAPPED = 1 << 20  # bytes; larger tensors lie in files while they are collected
@@ -35,6 +35,7 @@ def export(
     max_shard_size: str = "2GB",
     weights_only: bool = True,
     merge: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Writes the model of a checkpoint as a directory that from_pretrained and inference engines read.
 
@@ -50,15 +51,19 @@ def export(
         max_shard_size: of a file, and what is in memory at most (unless one block is larger).
         weights_only: refuse pickled objects in the checkpoint, which can run code.
         merge: adapters are added to the layers that they adapt, and the whole model is written.
+        overwrite: replace what is in the directory.
     """
     directory = Path(output)
     if directory.is_file():
         raise ValueError(f"{output} is a file; give a directory")
+    if not overwrite and directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{output} is not empty; give another directory, or --overwrite=true to replace what it holds")
     parse_size(max_shard_size)
     kind = None if dtype is None else floating_dtype(dtype)
     path = Location.of(checkpoint)
     content = _read(path, weights_only)
     description = _choose(content, model, config, path)
+    found = _read_tokenizer(tokenizer or description.source, is_wanted=tokenizer is not None)
     state = {clean_name(name): value for name, value in content["state_dict"].items()}
     if description.adapters:
         _export_adapters(description, state, directory, merge, kind, max_shard_size)
@@ -66,20 +71,25 @@ def export(
         built = description.build()
         prefix = _prefix(built, description, state, path)
         write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
-    _write_tokenizer(tokenizer or description.source, directory, is_wanted=tokenizer is not None)
+    if found is not None:
+        found.save_pretrained(directory)
+    log(f"wrote {directory}: {description.architecture}, {_listed(directory)}")
 
 
-def consolidate(checkpoint: str, file: str, weights_only: bool = True) -> None:
+def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite: bool = False) -> None:
     """Writes a checkpoint folder as one plain Lightning file, which load_from_checkpoint and any Trainer read.
 
     Args:
         checkpoint: folder or URL.
-        file: what to write; replaced when it is complete.
+        file: what to write, when it is complete.
         weights_only: refuse pickled objects in the checkpoint, which can run code.
+        overwrite: replace a file that is there.
     """
     path, target = Location.of(checkpoint), Location.of(file)
     if target.is_folder():
         raise ValueError(f"{file} is a folder; give the name of a file")
+    if not overwrite and target.is_file():
+        raise ValueError(f"{file} is there already; give another name, or --overwrite=true to replace it")
     content = _read(path, weights_only)
     with tempfile.TemporaryDirectory(dir=target.parent.path if target.is_local else None) as directory:
         tensors: dict[StoredTensor, Tensor] = {}
@@ -87,6 +97,7 @@ def consolidate(checkpoint: str, file: str, weights_only: bool = True) -> None:
         if not content["optimizer_states"]:
             del content["optimizer_states"]
         TorchCheckpointIO().save_checkpoint(_loaded(content, Path(directory), tensors), str(target))
+    log(f"wrote {target}: {target.size() / 1e6:,.1f} MB")
 
 
 def _read(path: Location, weights_only: bool) -> dict[str, Any]:
@@ -153,15 +164,26 @@ def _whole(value: StoredTensor | Tensor) -> Tensor:
     return value.load() if isinstance(value, StoredTensor) else value
 
 
-def _write_tokenizer(source: str, directory: Path, is_wanted: bool) -> None:
+def _read_tokenizer(source: str, is_wanted: bool) -> Any:
+    """Read the tokenizer before anything is written; ``None`` with a warning where it was not asked for by name."""
     try:
         if not source:
             raise ValueError("the checkpoint does not say where the model came from")
-        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         if is_wanted:
             raise ValueError(f"tokenizer={source!r} cannot be loaded: {error}") from error
-        logger.warning("no tokenizer was written (%s); add --tokenizer DIRECTORY to have one", error)
+        logger.warning("no tokenizer is written (%s); add --tokenizer DIRECTORY to have one", error)
+        return None
+
+
+def _listed(directory: Path) -> str:
+    """List files with their sizes."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    others = ", ".join(path.name for path in files if path not in weights)
+    total = sum(path.stat().st_size for path in weights)
+    return f"{total / 1e6:,.1f} MB of weights in {len(weights)} {'file' if len(weights) == 1 else 'files'}, {others}"
 
 
 # ---- consolidate -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpo
         ValueError: if it is not a complete checkpoint, or needs ``weights_only=False``.
     """
     if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {path}")
+        raise FileNotFoundError(f"Checkpoint file not found: there is no checkpoint at {path}")
     try:
         return _read_folder(path, weights_only) if path.is_folder() else _load(path, weights_only)
     except pickle.UnpicklingError as error:

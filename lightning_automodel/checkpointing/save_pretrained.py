@@ -24,6 +24,8 @@ from lightning_automodel.checkpointing.hugging_face import group_names, parse_si
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import Fragment, as_stored, like_parameter
+from lightning_automodel.modules.four_bit import four_bit_layers
+from lightning_automodel.modules.structure import class_names
 
 _ROOT = "_model_that_was_made_parallel"
 _NAME = "save_pretrained"
@@ -53,6 +55,7 @@ def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any
     Raises:
         RuntimeError: on the other ranks, if rank 0 could not write.
     """
+    check_writable(model)
     state = model.state_dict(keep_vars=True)
     if not dist.is_initialized():
         write_pretrained(model, lambda name: state[name].detach().cpu(), directory, **options)
@@ -67,6 +70,20 @@ def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any
         write_pretrained(model, fetch, directory if dist.get_rank() == 0 else None, **options)
 
     _raise_on_all(write, lambda: [fetch(name) for name in list(unfetched)])
+
+
+def check_writable(model: PreTrainedModel) -> None:
+    """Check that files of transformers can hold the weights of ``model``.
+
+    Raises:
+        ValueError: if they are rows of four bits.
+    """
+    name = next((name for name, _, _ in four_bit_layers(model)), None)
+    if name is not None and not getattr(model, "peft_config", None):
+        raise ValueError(
+            f"{name} of {class_names(model)[0]} is quantized to four bits, and lies in memory otherwise than files of "
+            "bitsandbytes have it; what trains is in checkpoints, and the base in the files that it was read from"
+        )
 
 
 def _save_pretrained(
@@ -90,6 +107,7 @@ def _save_pretrained(
         RuntimeError: if not all ranks call it, or rank 0 could not write.
     """
     _check_options(distributed_checkpoint, max_shard_size)
+    check_writable(model)
     for unit in fsdp_units(vars(model)[_ROOT]):
         unit.reshard()  # a root that is gathered has other parameters
     _check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])

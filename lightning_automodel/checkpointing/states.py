@@ -112,7 +112,7 @@ def restore_model(
             others[names[0]] = found.load() if isinstance(found, StoredTensor) else found
     fetch(pairs)
     if others:
-        model.load_state_dict(others, strict=False)
+        nn.Module.load_state_dict(model, others, strict=False)  # a method of the model's own has seen all of ``source``
 
 
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -48,8 +48,18 @@ def describe_mistake(message: str, known: Iterable[str], subcommands: Iterable[s
     if values := re.findall(r"Expected an? <class '(\w+)'>\. Got value: (.*)", message):
         kind, value = values[-1]
         return f"--{key}={value}: it takes an {kind}" if kind == "int" else f"--{key}={value}: it takes a {kind}"
-    rest = _squeezed(re.sub(r'Parser key "[\w.]+":', "", message))
+    if choices := re.findall(r"typing\.Literal\[(.*?)\]", message):
+        return _not_among(key, message, [choice for each in choices for choice in each.split(", ")])
+    rest = squeezed(re.sub(r'Parser key "[\w.]+":', "", message))
     return f"--{key}: {rest}" if key else rest
+
+
+def _not_among(key: str, message: str, choices: list[str]) -> str:
+    """Name the words that a setting takes."""
+    words = list(dict.fromkeys(choice.strip("'") for choice in choices))
+    found = re.search(r"val='(.*?)'\)|(?:Given|Got) value: (\S+)", message)
+    value = (found[1] or found[2]) if found else ""
+    return f"--{key}{'=' + value if value else ''}{proposal(value, words)}; use one of {', '.join(words)}"
 
 
 def _key(message: str) -> str:
@@ -118,6 +128,7 @@ def proposal(given: str, known: list[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def _squeezed(message: str) -> str:
+def squeezed(message: str) -> str:
+    """Shorten ``message`` to one line."""
     text = " ".join(message.split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -4,7 +4,12 @@ from lightning_automodel.config.ddp import DDPConfig
 from lightning_automodel.config.fsdp2 import FSDP2Config
 from lightning_automodel.config.megatron import MegatronFSDPConfig
 from lightning_automodel.config.switches import LEVERS_OF_BLOCKS, SWITCHES_OF_LOSS, StageSwitches
-from lightning_automodel.config.values import resolve_dtype, resolve_mp_policy, resolve_offload_policy
+from lightning_automodel.config.values import (
+    resolve_dispatcher,
+    resolve_dtype,
+    resolve_mp_policy,
+    resolve_offload_policy,
+)
 
 __all__ = [
     "LEVERS_OF_BLOCKS",
@@ -13,6 +18,7 @@ __all__ = [
     "FSDP2Config",
     "MegatronFSDPConfig",
     "StageSwitches",
+    "resolve_dispatcher",
     "resolve_dtype",
     "resolve_mp_policy",
     "resolve_offload_policy",

@@ -1,7 +1,7 @@
 """The switches of FSDP2 with tensor parallelism."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_automodel.config.values import (
     check_resharding,
     check_switches,
     check_tp_plan,
+    resolve_dispatcher,
     resolve_dtype,
     resolve_mp_policy,
     resolve_offload_policy,
@@ -41,6 +42,8 @@ class FSDP2Config(StageSwitches):
             of a causal model see more keys; ``False``: consecutive rows.
         cp_exchange: what attention does with cp: "gather" the keys and values of all ranks; "all_to_all": each rank has
             the whole sequence of some heads, which cp must divide; "auto": what moves fewer bytes, layer by layer.
+        expert_dispatcher: with ep, what brings tokens to experts instead of torch's all-to-all (DeepEP, for example): a
+            function or its import path, called as described in ``docs/experts.md``.
         tp_plan: rules that replace the model's own tensor-parallel plan, or with ``"extends": "model"`` among them
             complete and override it: a dict of name pattern to style name or torch ``ParallelStyle``, or the import
             path of one or of a function that returns one.
@@ -105,6 +108,7 @@ class FSDP2Config(StageSwitches):
     sequence_parallel: bool = False
     cp_balance: bool = True
     cp_exchange: str = "auto"
+    expert_dispatcher: Callable[..., Any] | str | None = None
     tp_plan: Mapping[str, str | ParallelStyle] | str | None = None
     patch_is_packed_sequence: bool = False
     mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None
@@ -148,6 +152,7 @@ class FSDP2Config(StageSwitches):
             raise ValueError(f"tower_policy={self.tower_policy!r} is not one of {', '.join(TOWER_POLICIES)}")
         check_count("fsdp2_min_num_params", self.fsdp2_min_num_params, "parameters", 10_000_000)
         check_exchange(self.cp_exchange)
+        resolve_dispatcher(self.expert_dispatcher)
         check_loss(self.chunked_loss, self.loss_kernel)
         check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps, "steps", 100)
         check_recipe(self.float8)

@@ -1,7 +1,7 @@
 """What the stages read of a config, and what those configs have that lack a switch."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ class StageSwitches:
     sequence_parallel: bool = False
     cp_balance: bool = True
     cp_exchange: str = "auto"
+    expert_dispatcher: Callable[..., Any] | str | None = None
     float8: str | None = None
     chunked_loss: int | None = None
     loss_kernel: str = "torch"

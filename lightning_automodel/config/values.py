@@ -1,13 +1,15 @@
 """What fields of the configs may be: names from YAML become objects of torch; impossible values are errors."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_automodel.config.imports import import_class_from_path
 
 EXCHANGES = ("auto", "gather", "all_to_all")
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -87,6 +89,18 @@ def check_exchange(exchange: str) -> None:
     """Refuses an exchange of context parallelism that does not exist."""
     if exchange not in EXCHANGES:
         raise ValueError(f"cp_exchange={exchange!r} is not one of {', '.join(EXCHANGES)}")
+
+
+def resolve_dispatcher(dispatcher: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
+    """Imports what brings tokens to experts.
+
+    Raises:
+        ValueError: if there is nothing at the path, or nothing that can be called.
+    """
+    found = import_class_from_path(dispatcher) if isinstance(dispatcher, str) else dispatcher
+    if found is not None and not callable(found):
+        raise ValueError(f"expert_dispatcher={dispatcher!r} is a {type(found).__name__}, and cannot be called")
+    return found
 
 
 def check_count(name: str, value: Any, of: str, example: int) -> None:

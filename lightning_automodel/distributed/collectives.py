@@ -12,6 +12,7 @@ Shoeybi et al. 2019, section 3). "Whole" means equal on all ranks of the group; 
     split          slice on ``dim``            all-gather
     gather_in      all-gather on ``dim``       reduce-scatter
     scatter_out    reduce-scatter on ``dim``   all-gather
+    exchange_rows  all-to-all of rows          all-to-all back
     =============  ==========================  ===========================
 """
 
@@ -60,6 +61,11 @@ def gather_in(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
 def scatter_out(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sums the partial results ``x`` over ``group`` and keeps this rank's slice of dimension ``dim``."""
     return _ScatterOut.apply(x, dim, group)
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Sends ``sent[i]`` rows of ``x`` [rows, ...] to rank i, in order, and returns the rows that come, by rank."""
+    return _ExchangeRows.apply(x, sent, received, group)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -145,6 +151,23 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(grad, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all_rows(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.wrappers import name_without_wrappers
 
 _MOST_LISTED = 5
@@ -86,8 +87,7 @@ def report_trainable(model: nn.Module, asked: str) -> None:
     Raises:
         ValueError: if none does.
     """
-    total = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total, trainable = count_weights(model), count_weights(model, trainable=True)
     if trainable == 0:
         raise ValueError(f"no parameter trains with {asked}; freeze less, or add an adapter")
     log_once(f"{trainable:,} of {total:,} parameters train ({100 * trainable / total:.2f} %)")

@@ -12,14 +12,15 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
-from lightning_automodel.finetuning.pretrained import looked_up
+from lightning_automodel.finetuning.pretrained import check_vocabulary, looked_up, of_lookup, read_config
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
 from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_causal_targets
 from lightning_automodel.gradients import scale_
+from lightning_automodel.metrics import expert_loads
 
 _WEIGHTS = (
     "model.safetensors",
@@ -52,8 +53,12 @@ class CausalLM(L.LightningModule):
         saves_base: checkpoints hold the frozen base beside an adapter, too; it is read from ``model`` otherwise.
 
     Raises:
-        ValueError: if ``model`` is a directory that does not exist or holds no weights.
+        ValueError: if ``model`` is a directory that does not exist or holds no weights; from ``setup``: if it is no
+            causal language model, or embeds fewer tokens than the data hold.
     """
+
+    auto_class: Any = AutoModelForCausalLM
+    known_configs: Any = MODEL_FOR_CAUSAL_LM_MAPPING
 
     def __init__(
         self,
@@ -86,6 +91,12 @@ class CausalLM(L.LightningModule):
         self._tokens_seen = torch.zeros((), dtype=torch.float64)  # moves to the device with the first step
         self._clock = 0.0
 
+    def setup(self, stage: str) -> None:
+        """Checks, before weights are read, that the model is a causal one and embeds all tokens of the data."""
+        if self.model is None:
+            config = read_config(self.model_name, self.model_kwargs, self.auto_class, self.known_configs)
+            check_vocabulary(config, getattr(self.trainer, "datamodule", None))
+
     def configure_model(self) -> None:
         """Builds the model, once, where and how the strategy wants it."""
         if self.model is not None:
@@ -93,13 +104,12 @@ class CausalLM(L.LightningModule):
         # Without a dtype transformers keeps that of the files; the default dtype is what the precision plugin asks for.
         kwargs = {"dtype": torch.get_default_dtype(), **self.model_kwargs}
         if self.from_scratch:
-            remote = {k: v for k, v in kwargs.items() if k == "trust_remote_code"}
             with looked_up(self.model_name):
-                config = AutoConfig.from_pretrained(self.model_name, **remote)
-            self.model = AutoModelForCausalLM.from_config(config, **kwargs)
+                config = AutoConfig.from_pretrained(self.model_name, **of_lookup(kwargs))
+            self.model = self.auto_class.from_config(config, **kwargs)
         else:
             with looked_up(self.model_name):
-                self.model = AutoModelForCausalLM.from_pretrained(self.model_name, **kwargs)
+                self.model = self.auto_class.from_pretrained(self.model_name, **kwargs)
         if self.peft is not None:
             self.model = add_adapter(self.model, self.peft)
         freeze(self.model, self.freeze_patterns)
@@ -144,10 +154,16 @@ class CausalLM(L.LightningModule):
         factor = self.trainer.accumulate_grad_batches * ranks * self._window.capacity / targets.clamp(min=1)
         scale_((p.grad for p in self.parameters() if p.grad is not None), factor)
         self._log_step(targets, loss_sum, optimizer)
+        self._log_loads()
 
     def on_validation_end(self) -> None:
         """Keeps the time of a validation out of the throughput."""
         self._clock = time.perf_counter()
+
+    def _log_loads(self) -> None:
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (self.trainer.global_step + 1) % every == 0 and (loads := expert_loads(self)):
+            self.log("train/expert_load", max(loads.values()))
 
     def _log_step(self, targets: Tensor, loss_sum: Tensor, optimizer: Optimizer) -> None:
         now = time.perf_counter()

@@ -11,14 +11,16 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_automodel.finetuning.encoding import Encoder
+from lightning_automodel.distributed.logs import log
+from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
+from lightning_automodel.finetuning.mixture import Files, repeat, sources_of, weights_of
 from lightning_automodel.finetuning.pretrained import looked_up
+from lightning_automodel.finetuning.report import describe_rows
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
-from lightning_automodel.finetuning.sources import expand, read_records
-from lightning_automodel.finetuning.store import TokenStore, store_key
+from lightning_automodel.finetuning.store import Part, TokenStore, store_key
+from lightning_automodel.finetuning.streams import RowStream
 
-Files = str | list[str]
 Split = Literal["train", "val", "test", "predict"]
 _SPLITS: dict[str | None, tuple[Split, ...]] = {
     "fit": ("train", "val"),
@@ -32,15 +34,19 @@ _SPLITS: dict[str | None, tuple[Split, ...]] = {
 class TextDataModule(L.LightningDataModule):
     """Batches for causal language models from files.
 
-    A ``.jsonl`` file holds one document per line: ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` or
-    ``{"messages": [...]}`` (with the chat template; ``tools`` may stand beside). Any other file is one document of
-    plain text. Labels are -100 where there is no loss: on prompts, on what the assistant did not write, on padding.
+    A record is ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}`` (with the chat
+    template; ``tools`` may stand beside). Records are the lines of a ``.jsonl`` file, the elements of the array in a
+    ``.json`` file, the rows of ``.csv``, ``.tsv`` and ``.parquet``, and those of data sets: a directory that
+    ``save_to_disk`` wrote, or ``hf:owner/name``, perhaps with ``?config=...&split=...``. Any other file is one document
+    of plain text. All but Parquet may be compressed (``.gz``, ``.bz2``, ``.xz``, ``.zst``). Labels are -100 where there
+    is no loss: on prompts, on what the assistant did not write, on padding.
 
     Tokens are cached on disk: one process per node tokenizes, the others map its files.
 
     Args:
         tokenizer: name or directory; by default the ``model_name`` of the module that is trained.
-        train_files: paths or globs.
+        train_files: paths or globs, or names of data sets; for a mixture a dict of them to weights, which say how many
+            times their documents come in an epoch: 1 once, 0.5 a half of them, chosen by ``split_seed``.
         val_files: paths or globs; or see ``val_fraction``.
         test_files: paths or globs.
         predict_files: paths or globs.
@@ -59,6 +65,9 @@ class TextDataModule(L.LightningDataModule):
         append_eos: ends text and completions with the end-of-sequence token, if the tokenizer has one.
         chat_template: file with a chat template that replaces the tokenizer's.
         num_workers: processes that assemble batches.
+        columns: what the keys of a record are called in the files: ``{"prompt": "question", "completion": "answer"}``.
+        streaming: training documents are read and tokenized as they are needed, all by each process, and not kept. They
+            are shuffled (and packed) among some thousands at a time. ``max_steps`` then bounds the schedule.
         cache_dir: where tokens are cached; by default ``$XDG_CACHE_HOME/lightning_automodel`` (``~/.cache/...``).
 
     Raises:
@@ -84,6 +93,8 @@ class TextDataModule(L.LightningDataModule):
         append_eos: bool = True,
         chat_template: str | None = None,
         num_workers: int = 0,
+        columns: dict[str, str] | None = None,
+        streaming: bool = False,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
@@ -101,16 +112,19 @@ class TextDataModule(L.LightningDataModule):
         self.append_eos = append_eos
         self.chat_template = chat_template
         self.num_workers = num_workers
-        self.cache_dir = Path(cache_dir) if cache_dir else _default_cache_dir()
+        self.columns = columns or {}
+        self.streaming = streaming
+        self.cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
         self.datasets: dict[Split, RowDataset] = {}
+        self.largest_token = -1
         self._encoder: Encoder | None = None
         self._check()
 
     def prepare_data(self) -> None:
         """Tokenizes all files once per node."""
         try:
-            for files in self.files.values():
-                if files is not None:
+            for split, files in self.files.items():
+                if files is not None and not self._streams(split):
                     self._store(files)
         except ValueError:
             pass  # This runs on one rank while the others wait; in setup every rank meets the same error.
@@ -122,11 +136,13 @@ class TextDataModule(L.LightningDataModule):
                 "TextDataModule(train_files=None) cannot fit; give train_files, for example 'data/*.jsonl'"
             )
         for split in _SPLITS[stage]:
-            if split not in self.datasets and self._has(split):
+            if split not in self.datasets and self._has(split) and not self._streams(split):
                 self.datasets[split] = self._rows(split)
 
     def train_dataloader(self) -> DataLoader:
         """Load rows in an order of seed and epoch alone; Lightning's sampler splits them among data ranks."""
+        if self.streaming:
+            return self._stream_loader()
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> Any:
@@ -140,6 +156,10 @@ class TextDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> DataLoader:
         """Load rows in order, one document or chunk of one each."""
         return self._loader("predict")
+
+    def origin_of_prediction(self, index: int) -> dict[str, Any]:
+        """Say where row ``index`` of the prediction begins: its source, document there and token of that."""
+        return self.datasets["predict"].origin(index)
 
     @property
     def loaded_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -159,6 +179,16 @@ class TextDataModule(L.LightningDataModule):
         if self.val_fraction and self.files["val"] is not None:
             raise ValueError(f"val_fraction={self.val_fraction} and val_files={self.files['val']!r}: give one of them")
 
+        if self.streaming and (self.val_fraction or isinstance(self.files["train"], dict) or self.num_workers > 1):
+            raise ValueError(
+                f"streaming=True, val_fraction={self.val_fraction}, num_workers={self.num_workers}: one stream, "
+                "in one worker at most; give val_files in place of val_fraction, a list of files in place of "
+                "weights, and num_workers 0 or 1"
+            )
+
+    def _streams(self, split: Split) -> bool:
+        return self.streaming and split == "train"
+
     def _has(self, split: Split) -> bool:
         from_train = split == "val" and self.val_fraction > 0 and self.files["train"] is not None
         return self.files[split] is not None or from_train
@@ -166,20 +196,36 @@ class TextDataModule(L.LightningDataModule):
     def _loader(self, split: Split, shuffle: bool = False) -> DataLoader:
         if split not in self.datasets:
             raise ValueError(f"TextDataModule({split}_files=None) has no {split} data; give {split}_files")
-        packing = self._packs(split)
+        dataset = self.datasets[split]
+        return ResumableLoader(
+            dataset, sampler=EpochShuffle(dataset) if shuffle else None, **self._of_loader(packing=self._packs(split))
+        )
+
+    def _stream_loader(self) -> DataLoader:
+        files = self.files["train"]
+        assert files is not None
+        stream = RowStream(
+            sources_of(files),
+            self._get_encoder(),
+            self.columns,
+            self.sequence_length,
+            self.long_documents,
+            packing=self.packing,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        )
+        return DataLoader(stream, **self._of_loader(packing=self.packing))
+
+    def _of_loader(self, *, packing: bool) -> dict[str, Any]:
         tokenizer = self.loaded_tokenizer
         candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         pad = next(token for token in candidates if token is not None)
-        dataset = self.datasets[split]
-        return ResumableLoader(
-            dataset,
-            batch_size=self.batch_size,
-            sampler=EpochShuffle(dataset) if shuffle else None,
-            collate_fn=Collator(pad, self.pad_to_multiple_of, self.sequence_length if packing else None),
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return {
+            "batch_size": self.batch_size,
+            "collate_fn": Collator(pad, self.pad_to_multiple_of, self.sequence_length if packing else None),
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+        }
 
     def _packs(self, split: Split) -> bool:
         return self.packing and split != "predict"
@@ -189,7 +235,8 @@ class TextDataModule(L.LightningDataModule):
         files = self.files["train" if held_out else split]
         assert files is not None
         store = self._store(files)
-        pieces = cut(store, self._documents(split, store), self.sequence_length, self.long_documents)
+        documents = self._documents(split, store)
+        pieces = cut(store, documents, self.sequence_length, self.long_documents)
         if len(pieces) == 0:
             raise ValueError(
                 f"{split} data from {files!r} is empty: none of {len(store)} documents has a token to predict within "
@@ -197,9 +244,21 @@ class TextDataModule(L.LightningDataModule):
             )
         lengths = (pieces[:, 1] - pieces[:, 0]).tolist()
         rows = pack(lengths, self.sequence_length) if self._packs(split) else [[i] for i in range(len(pieces))]
-        return RowDataset(store, pieces, rows)
+        self.largest_token = max(self.largest_token, int(store.ids.max()))
+        dataset = RowDataset(store, pieces, rows)
+        log(describe_rows(split, dataset, self.sequence_length, len(documents)))
+        return dataset
 
     def _documents(self, split: Split, store: TokenStore) -> np.ndarray:
+        kept = self._share(split, store)
+        files = self.files[split]
+        if not isinstance(files, dict):
+            return kept
+        by_source = weights_of(files)
+        weights = np.repeat([by_source[part.source] for part in store.parts], [part.documents for part in store.parts])
+        return repeat(kept, weights[kept], self.split_seed)
+
+    def _share(self, split: Split, store: TokenStore) -> np.ndarray:
         everything = np.arange(len(store))
         if not self.val_fraction or split not in ("train", "val"):
             return everything
@@ -212,16 +271,21 @@ class TextDataModule(L.LightningDataModule):
         shuffled = np.random.default_rng(self.split_seed).permutation(len(store))
         return np.sort(shuffled[:held_out] if split == "val" else shuffled[held_out:])
 
-    def _store(self, patterns: Files) -> TokenStore:
-        files = expand(patterns)
+    def _store(self, files: Files) -> TokenStore:
+        sources = sources_of(files)
         encoder = self._get_encoder()
-        directory = self.cache_dir / store_key(files, encoder)
+        directory = self.cache_dir / store_key(sources, encoder, self.columns)
         if directory.is_dir():
             return TokenStore.load(directory)
-        documents = list(encoder.encode(read_records(files)))
+        documents: list[Document] = []
+        parts: list[Part] = []
+        for source in sources:
+            found = list(encoder.encode(source.read(self.columns)))
+            documents += found
+            parts.append(Part(source.name, source.form, len(found)))
         if not any(len(document.ids) for document in documents):
-            raise ValueError(f"{patterns!r} holds no text: {len(files)} files, {len(documents)} documents, 0 tokens")
-        return TokenStore.build(documents, directory)
+            raise ValueError(f"{files!r} holds no text: {len(sources)} files, {len(documents)} documents, 0 tokens")
+        return TokenStore.build(documents, directory, parts)
 
     def _get_encoder(self) -> Encoder:
         if self._encoder is None:
@@ -243,7 +307,8 @@ class TextDataModule(L.LightningDataModule):
         return str(name)
 
 
-def _default_cache_dir() -> Path:
+def default_cache_dir() -> Path:
+    """Return ``$XDG_CACHE_HOME/lightning_automodel``, by default below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "lightning_automodel"
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel.checkpointing.adapters import merged, with_adapters, write_adapters
+from lightning_automodel.checkpointing.adapters import check_mergeable, merged, with_adapters, write_adapters
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
-from lightning_automodel.checkpointing.save_pretrained import write_sharded
+from lightning_automodel.checkpointing.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.modules.wrappers import without_wrappers
@@ -48,6 +48,14 @@ class HuggingFaceExport(L.Callback):
         """Refuses a file in the place of the directory before time is spent on training."""
         if self.dirpath.is_file():
             raise ValueError(f"HuggingFaceExport(dirpath={str(self.dirpath)!r}) is a file; give a directory")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses a model that could not be written, before time is spent on training."""
+        model = _model_of(pl_module)
+        if not getattr(model, "peft_config", None):
+            check_writable(model)
+        elif self.merge:
+            check_mergeable(model)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the model on rank 0. Collective."""

@@ -1,8 +1,15 @@
-"""Turns names of pretrained models and tokenizers that lead nowhere into an error that says so."""
+"""Says what is wrong with a pretrained model or tokenizer: a name that leads nowhere, a kind or a size that does not
+fit.
+"""
 
-from collections.abc import Generator
+from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+_OF_LOOKUP = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
 
 
 @contextmanager
@@ -22,3 +29,67 @@ def looked_up(name: str) -> Generator[None, None, None]:
             f"{name!r} is no directory (here: {Path.cwd()}), and the hub gave nothing of this name: {first} Check the "
             "path, or the name and the connection"
         ) from error
+
+
+def read_config(name: str, kwargs: Mapping[str, Any], auto_class: type, known: Container[type]) -> PreTrainedConfig:
+    """Reads the config of a model, and refuses what ``auto_class`` does not load, or would load a part of.
+
+    Args:
+        name: directory, or name on the hub.
+        kwargs: of ``from_pretrained``, of which those count that say where to look.
+        auto_class: of transformers, such as ``AutoModelForCausalLM``.
+        known: the classes of config that it knows.
+
+    Raises:
+        ValueError: for a kind that transformers does not know, an encoder-decoder, or another kind of model.
+    """
+    with looked_up(name):
+        try:
+            config = AutoConfig.from_pretrained(name, **of_lookup(kwargs))
+        except (KeyError, ValueError) as error:
+            first = str(error).strip().partition(". ")[0]
+            raise ValueError(
+                f"model={name!r}: its config.json is of no model that transformers knows: {first}"
+            ) from error
+    _check_kind(name, config, auto_class, known)
+    return config
+
+
+def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:
+    kind = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model={name!r} is an encoder-decoder ({kind}); CausalLM trains decoders. Build it in a LightningModule "
+            "of your own, with AutoModelForSeq2SeqLM: the strategies take it as it is"
+        )
+    has_code = auto_class.__name__ in getattr(config, "auto_map", {})
+    if not has_code and type(config) not in known:
+        raise ValueError(
+            f"model={name!r} ({kind}) is none that {auto_class.__name__} loads; build it in a LightningModule of yours"
+        )
+
+
+def of_lookup(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of ``from_pretrained`` that say where to look."""
+    return {key: value for key, value in kwargs.items() if key in _OF_LOOKUP}
+
+
+def check_vocabulary(config: PreTrainedConfig, data: Any) -> None:
+    """Refuses data with tokens that a model does not embed.
+
+    Args:
+        config: of the model.
+        data: a data module; if it has ``largest_token``, the largest id that was read, that is looked at.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    largest = getattr(data, "largest_token", -1)
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and largest >= size:
+        tokenizer = data.loaded_tokenizer
+        raise ValueError(
+            f"the data hold token {largest} of tokenizer {tokenizer.name_or_path!r} ({len(tokenizer)} tokens), and the "
+            f"model embeds {size} (0 to {size - 1}); use the model's own tokenizer, or a model whose embeddings were "
+            "resized (model.resize_token_embeddings) and saved"
+        )

@@ -6,7 +6,7 @@ documents -> pieces of at most sequence_length tokens -> rows (one piece each, o
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,15 +74,25 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        pieces = [self._piece(piece) for piece in self.rows[index]]
-        return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
+        borders = [self.pieces[piece] for piece in self.rows[index]]
+        return join([(self.store.ids[begin:end], self.store.trained[begin:end]) for begin, end in borders])
 
-    def _piece(self, index: int) -> dict[str, Tensor]:
-        begin, end = self.pieces[index]
-        ids = torch.from_numpy(self.store.ids[begin:end].astype(np.int64))
-        labels = ids.masked_fill(torch.from_numpy(~self.store.trained[begin:end]), IGNORED)
+    def origin(self, index: int) -> dict[str, Any]:
+        """Say where the first piece of a row comes from."""
+        return self.store.origin(int(self.pieces[self.rows[index][0], 0]))
+
+
+def join(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+    """Join pieces, each ``ids`` and ``trained`` [tokens], to a row; the first token of a piece is nobody's target."""
+    row: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for values, trained in pieces:
+        ids = torch.from_numpy(values.astype(np.int64))
+        labels = ids.masked_fill(torch.from_numpy(~trained), IGNORED)
         labels[0] = IGNORED
-        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(ids))}
+        row["input_ids"].append(ids)
+        row["labels"].append(labels)
+        row["position_ids"].append(torch.arange(len(ids)))
+    return {key: torch.cat(parts) for key, parts in row.items()}
 
 
 @dataclass(frozen=True)

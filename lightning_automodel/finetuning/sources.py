@@ -1,11 +1,13 @@
-"""Reads training documents from text and JSONL files; every error names the file and the line."""
+"""Reads training documents from files and data sets; every error names the file and the line."""
 
 import glob
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from lightning_automodel.finetuning.data_sets import PREFIX, is_saved_set, load_set, saved_set, stamp_of
+from lightning_automodel.finetuning.formats import PLAIN, form_of, read_text, read_values
 
 FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 
@@ -40,17 +42,16 @@ Record = TextRecord | PromptRecord | ChatRecord
 
 
 def expand(patterns: str | Sequence[str]) -> list[Path]:
-    """Lists the files that paths and globs (``**`` included) name, sorted, each once.
+    """Lists the files and saved data sets that paths and globs (``**`` included) name, sorted, each once.
 
     Raises:
-        ValueError: if a pattern names no file, or names a directory.
+        ValueError: if a pattern names no file, or names another directory.
     """
     files: set[Path] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if Path(pattern).is_dir():
-            raise ValueError(
-                f"{pattern!r} is a directory; name the files in it, for example {pattern.rstrip('/') + '/*.txt'!r}"
-            )
+            files.add(saved_set(Path(pattern)))
+            continue
         found = [Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
         if not found:
             raise ValueError(
@@ -60,55 +61,46 @@ def expand(patterns: str | Sequence[str]) -> list[Path]:
     return sorted(files)
 
 
-def read_records(files: Sequence[Path]) -> Iterator[Record]:
-    """Reads the documents of ``files``: one per line of a ``.jsonl`` file, one per file of any other.
+def read_records(files: Sequence[Path], columns: Mapping[str, str] | None = None) -> Iterator[Record]:
+    """Reads the documents of ``files``: one per record, or per file of plain text.
+
+    Args:
+        files: each of the form that its name says (:func:`~lightning_automodel.finetuning.formats.form_of`).
+        columns: from the keys of a record to those of the files: ``{"prompt": "question"}``.
 
     Raises:
         ValueError: naming file and line, for text that is not UTF-8, bad JSON, or a record of no known form.
     """
     for file in files:
-        if file.suffix == ".jsonl":
-            yield from _read_jsonl(file)
+        if form_of(file) == PLAIN:
+            yield TextRecord(str(file), read_text(file))
         else:
-            yield TextRecord(str(file), _read_text(file))
+            yield from (make_record(place, value, columns) for place, value in read_values(file))
 
 
-def _read_text(file: Path) -> str:
-    data = file.read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file}:{line}: not UTF-8 ({error.reason}); convert the file or leave it out") from None
+def make_record(place: str, value: Any, columns: Mapping[str, str] | None = None) -> Record:
+    """Make a record of what a file or a data set holds at ``place``.
 
+    Args:
+        place: for errors.
+        value: a mapping with the keys of one of the forms.
+        columns: from the keys of a record to those of ``value``.
 
-def _read_jsonl(file: Path) -> Iterator[Record]:
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
-        if line.strip():
-            place = f"{file}:{number}"
-            yield _record(place, _parse(place, line))
-
-
-def _parse(place: str, line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{place}: not JSON ({error.msg} at column {error.colno}); each line holds one object"
-        ) from None
+    Raises:
+        ValueError: naming the place, for anything else.
+    """
     if not isinstance(value, dict):
-        raise ValueError(f"{place}: a {type(value).__name__}; each line holds one object: {FORMS}")
-    return value
-
-
-def _record(place: str, value: dict[str, Any]) -> Record:
+        raise ValueError(f"{place}: a {type(value).__name__}; a record is an object: {FORMS}")
+    value = {**value, **{key: value[column] for key, column in (columns or {}).items() if column in value}}
     if "messages" in value:
         return ChatRecord(place, _messages(place, value["messages"]), value.get("tools"))
     if "prompt" in value and "completion" in value:
         return PromptRecord(place, _string(place, value, "prompt"), _string(place, value, "completion"))
     if "text" in value:
         return TextRecord(place, _string(place, value, "text"))
-    raise ValueError(f"{place}: keys {sorted(value)} make no record; use {FORMS}")
+    keys = ", ".join(sorted(map(str, value)))
+    hint = "or say which of them are meant: columns={'prompt': 'question'}"
+    raise ValueError(f"{place}: keys {keys} make no record; use {FORMS}, {hint}")
 
 
 def _string(place: str, value: dict[str, Any], key: str) -> str:
@@ -128,3 +120,52 @@ def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
             f"{place}: no message has the role 'assistant', so nothing is trained on; leave the record out"
         )
     return messages
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, a data set that was saved, or one of the hub, by its name.
+
+    Attributes:
+        name: path, or a name that begins with ``hf:``.
+    """
+
+    name: str
+
+    @property
+    def is_set(self) -> bool:
+        """Tell whether the library ``datasets`` reads it."""
+        return self.name.startswith(PREFIX) or is_saved_set(Path(self.name))
+
+    @property
+    def form(self) -> str:
+        """Say what it is taken for."""
+        return "data set" if self.is_set else form_of(Path(self.name))
+
+    def read(self, columns: Mapping[str, str] | None = None, *, streaming: bool = False) -> Iterator[Record]:
+        """Read its documents."""
+        if not self.is_set:
+            yield from read_records([Path(self.name)], columns)
+            return
+        for number, value in enumerate(load_set(self.name, streaming=streaming), start=1):
+            yield make_record(f"{self.name}:row {number}", value, columns)
+
+    def stamp(self) -> Any:
+        """Return what changes when its content does."""
+        return stamp_of(self.name) if self.is_set else _stamp_of_file(Path(self.name))
+
+
+def find_sources(patterns: str | Sequence[str]) -> list[Source]:
+    """Find what paths, globs and names of data sets mean: files sorted, each once, then data sets of the hub.
+
+    Raises:
+        ValueError: if one of them names nothing.
+    """
+    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    names = dict.fromkeys(pattern for pattern in given if pattern.startswith(PREFIX))
+    paths = [pattern for pattern in given if pattern not in names]
+    return [Source(str(path)) for path in (expand(paths) if paths else [])] + [Source(name) for name in names]
+
+
+def _stamp_of_file(file: Path) -> list[Any]:
+    return [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]

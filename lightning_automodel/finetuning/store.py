@@ -5,16 +5,33 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_automodel.finetuning.encoding import Document, Encoder
+from lightning_automodel.finetuning.sources import Source
 
-_FORMAT = 1  # raise when the meaning of the files changes
+_FORMAT = 2  # raise when the meaning of the files changes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents of a store that come from one source.
+
+    Attributes:
+        source: file, or name of a data set.
+        form: what the source was taken for.
+        documents: how many there are.
+    """
+
+    source: str
+    form: str
+    documents: int
 
 
 @dataclass(frozen=True)
@@ -26,12 +43,14 @@ class TokenStore:
         ids: int32 [tokens].
         trained: bool [tokens], the tokens that the loss counts.
         borders: int64 [documents + 1], where each document begins and the last one ends.
+        parts: the sources, in the order of the documents.
     """
 
     directory: Path
     ids: np.ndarray
     trained: np.ndarray
     borders: np.ndarray
+    parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -46,15 +65,32 @@ class TokenStore:
         ids, trained, borders = (
             np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("ids", "trained", "borders")
         )
-        return TokenStore(directory, ids, trained, borders)
+        parts = json.loads((directory / "parts.json").read_text("utf-8"))
+        return TokenStore(directory, ids, trained, borders, tuple(Part(**part) for part in parts))
+
+    def origin(self, position: int) -> dict[str, Any]:
+        """Find the source of the document around a token, its number there from 1, and the token's number in it from 0.
+
+        Args:
+            position: in ``ids``.
+        """
+        document = int(np.searchsorted(self.borders, position, side="right")) - 1
+        before = 0
+        for part in self.parts:
+            if document < before + part.documents:
+                place = {"source": part.source, "document": document - before + 1}
+                return {**place, "first_token": position - int(self.borders[document])}
+            before += part.documents
+        return {"document": document + 1, "first_token": position - int(self.borders[document])}
 
     @staticmethod
-    def build(documents: Iterable[Document], directory: Path) -> "TokenStore":
-        """Writes ``documents`` to ``directory``, all of it or nothing."""
+    def build(documents: Iterable[Document], directory: Path, parts: Sequence[Part] = ()) -> "TokenStore":
+        """Writes ``documents`` to ``directory``, all of it or nothing. ``parts`` say where they come from."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=directory.name, dir=directory.parent))
         try:
             _write(documents, unfinished)
+            (unfinished / "parts.json").write_text(json.dumps([asdict(part) for part in parts]), "utf-8")
             _publish(unfinished, directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -82,11 +118,11 @@ def _publish(unfinished: Path, directory: Path) -> None:
             raise
 
 
-def store_key(files: Sequence[Path], encoder: Encoder) -> str:
-    """Hash ``files`` (sizes and times), tokenizer and encoder to a name for what encoding them gives."""
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    switches = (encoder.mask_prompt, encoder.append_eos, encoder.chat_template)
-    description = json.dumps([_FORMAT, stats, switches, _fingerprint(encoder.tokenizer)])
+def store_key(sources: Sequence[Source], encoder: Encoder, columns: Mapping[str, str] | None = None) -> str:
+    """Hash ``sources`` (sizes and times), tokenizer and encoder to a name for what encoding them gives."""
+    stamps = [source.stamp() for source in sources]
+    switches = (encoder.mask_prompt, encoder.append_eos, encoder.chat_template, dict(columns or {}))
+    description = json.dumps([_FORMAT, stamps, switches, _fingerprint(encoder.tokenizer)])
     return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 

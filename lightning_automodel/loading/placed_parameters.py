@@ -21,6 +21,7 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.loading.whole_values import on_shards, was_written, whole_of
 from lightning_automodel.modules.adapted_bases import forget_files
+from lightning_automodel.modules.four_bit import describe, four_bit_layers
 
 
 def place(model: nn.Module, parallelize: Callable[[nn.Module], object]) -> None:
@@ -37,6 +38,8 @@ def place(model: nn.Module, parallelize: Callable[[nn.Module], object]) -> None:
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             _set(model, name, parameter)
+    for name, _, form in four_bit_layers(twin):
+        describe(model.get_submodule(name), form)
     mark_as_offloaded(model, is_offloaded(twin))
 
 

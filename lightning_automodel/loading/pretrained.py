@@ -28,11 +28,12 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
 from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
-from lightning_automodel.loading.quantized import refuse_quantized
+from lightning_automodel.loading.quantized import refuse_quantized, share_forms
 from lightning_automodel.loading.safetensors import SlicedFile
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter
 from lightning_automodel.loading.whole_values import on_shards
 from lightning_automodel.modules.adapted_bases import note_files
+from lightning_automodel.modules.four_bit import describe, four_bit_layers, store_as_rows
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
@@ -101,12 +102,14 @@ class _ShardedLoading:
     ) -> Any:
         """Shard ``model``, and read its weights unless they come from elsewhere."""
         refuse_quantized(model)
+        store_as_rows(model)
         for parameter in model.parameters():  # transformers makes new ones of what it reads, whatever was frozen before
             parameter.requires_grad_(parameter.is_floating_point())
         self.ties[model] = tie_groups(_tie(model))
         self.parallelize(model)
         home = home_of(model, self.device)
-        if self.is_restored is not None and self.is_restored(model):
+        is_quantized = getattr(model, "is_quantized", False)  # checkpoints do not say all of four-bit weights
+        if self.is_restored is not None and not is_quantized and self.is_restored(model):
             reserve(model, home)
             return empty_loading_info(), None
         read = partial(original, model, state_dict, files, replace(load_config, device_map={"": home}), *args)
@@ -133,7 +136,10 @@ class _ShardedLoading:
         note_files(model, loaded)
         if self.replicas is not None:
             copy_among_replicas(model, sorted(loaded), self.replicas)
+            share_forms(model, partial(broadcast_object, group=self.replicas))
         move(model, self.device)
+        for _, module, form in four_bit_layers(model):
+            describe(module, form)  # torch makes new tensors where it moves DTensors
         _check_ties(model, self.ties.pop(model, []))
         return result
 

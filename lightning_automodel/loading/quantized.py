@@ -1,12 +1,25 @@
-"""Refuses quantized weights, which this package has not been measured with: packed blocks must not be cut anywhere."""
+"""Quantized weights: four bits of bitsandbytes are right, and all others are refused before training."""
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_automodel.modules.four_bit import describe, form_of, four_bit_layers, is_four_bit, put_in
+
+_WAY_OUT = (
+    "quantize by BitsAndBytesConfig(load_in_4bit=True), load it without quantization_config, in bfloat16 (frozen "
+    "weights take 2 bytes divided by tp x dp_shard), or call model.dequantize() before"
+)
 
 
-def refuse_quantized(model: nn.Module) -> None:
-    """Check that ``model`` holds plain weights.
+def refuse_quantized(model: nn.Module, but_four_bit: bool = True) -> None:
+    """Check that ``model`` holds plain weights, or such of four bits that are kept in rows of bytes.
+
+    Args:
+        model: perhaps on the meta device.
+        but_four_bit: whether the strategy can have those.
 
     Raises:
         ValueError: naming how it is quantized, and the way out.
@@ -15,8 +28,49 @@ def refuse_quantized(model: nn.Module) -> None:
         return
     method: Any = getattr(model, "quantization_method", None)
     kind = getattr(method, "value", method)
+    has_four_bit = kind == "bitsandbytes" and any(is_four_bit(module) for module in model.modules())
+    if has_four_bit and but_four_bit:
+        return
+    if has_four_bit:
+        raise ValueError(
+            f"{type(model).__name__} is quantized (bitsandbytes, four bits), and Megatron-FSDP keeps parameters that "
+            "are floating-point numbers; use FSDP2TPStrategy or DDPStrategy, or load it without quantization_config"
+        )
+    kind = "bitsandbytes, eight bits" if kind == "bitsandbytes" else kind
     raise ValueError(
         f"{type(model).__name__} is quantized ({kind}), and its packed weights would be cut or copied among ranks in "
-        "ways that were not compared with one process; load it without quantization_config, in bfloat16 (frozen "
-        "weights take 2 bytes divided by tp x dp_shard), or call model.dequantize() before"
+        f"ways that were not compared with one process; {_WAY_OUT}"
     )
+
+
+def set_four_bit(set_parameter: Any, model: PreTrainedModel, name: str, value: Tensor) -> bool:
+    """Give a layer of four bits its bytes. Tells whether ``name`` is the weight of one.
+
+    Args:
+        set_parameter: takes ``model``, the name of a parameter and its whole value.
+        model: whose layers may be sharded.
+        name: of a parameter.
+        value: of bitsandbytes, quantized.
+    """
+    owner = name.rpartition(".")[0]
+    module = model.get_submodule(owner)
+    form = form_of(module)
+    if form is None or not name.endswith(".weight"):
+        return False
+    for short, part in put_in(module, form, value).items():
+        set_parameter(model, f"{owner}.{short}", part)
+    describe(module, form_of(module) or form)
+    return True
+
+
+def share_forms(model: nn.Module, send: Callable[[Any], Any]) -> None:
+    """Give all ranks what the one that read four-bit weights remembers beside their bytes.
+
+    Args:
+        model: the same on all ranks.
+        send: returns on every rank what the one that read passes.
+    """
+    if any(True for _ in four_bit_layers(model)):
+        forms = send({name: form for name, _, form in four_bit_layers(model)})
+        for name, form in forms.items():
+            describe(model.get_submodule(name), form)

@@ -71,6 +71,11 @@ class FileSlice:
         """Returns the shape of the whole tensor."""
         return list(self._shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype that it has in the file."""
+        return self._dtype
+
     def get_dtype(self) -> str:
         """Returns safetensors' name of the dtype."""
         return self._mapped.get_dtype()

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.conversions import ConversionFailed, conversion_inputs, forget_conversion_error
+from lightning_automodel._compat.conversions import (
+    ConversionFailed,
+    conversion_inputs,
+    forget_conversion_error,
+    quantizes,
+)
 from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.distributed.shards import boxes_of, local_tensor
+from lightning_automodel.loading.quantized import set_four_bit
 from lightning_automodel.loading.unread_tensors import UnreadTensor, unread
 
 
@@ -60,7 +67,8 @@ class ExactShardOperation:
 def convert(original: Callable, conversion: Any, name: str, **context: Any) -> Any:
     """Carries out a conversion on unread tensors, and on whole ones where it does more than move elements."""
     inputs = conversion_inputs(conversion)
-    if any(isinstance(x, UnreadTensor) for tensors in inputs.values() for x in tensors):
+    unread_ones = any(isinstance(x, UnreadTensor) for tensors in inputs.values() for x in tensors)
+    if unread_ones and not quantizes(conversion):
         try:
             conversion.collected_tensors = {key: list(tensors) for key, tensors in inputs.items()}
             return original(conversion, name, **context)
@@ -74,6 +82,12 @@ def convert(original: Callable, conversion: Any, name: str, **context: Any) -> A
 
 def set_parameter(original: Callable, model: PreTrainedModel, name: str, value: Any, info: Any, *args: Any) -> None:
     """Gives a parameter its part of ``value``: a whole tensor, an unread one, or the part as a DTensor."""
+    set_plain = partial(_set_plain, original, info=info, rest=args)
+    if not set_four_bit(set_plain, model, name, value):
+        set_plain(model, name, value)
+
+
+def _set_plain(original: Callable, model: PreTrainedModel, name: str, value: Any, info: Any, rest: tuple) -> None:
     owner, _, attribute = name.rpartition(".")
     like = getattr(model.get_submodule(owner), attribute, None)
     if isinstance(value, Tensor) and isinstance(like, DTensor):
@@ -84,7 +98,7 @@ def set_parameter(original: Callable, model: PreTrainedModel, name: str, value: 
         value = local_part(value, like)
     elif isinstance(value, UnreadTensor):
         value = value.read()
-    original(model, name, value, info, *args)
+    original(model, name, value, info, *rest)
 
 
 def local_part(value: Tensor, like: DTensor) -> Tensor:

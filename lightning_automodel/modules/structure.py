@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_automodel._compat.transformers import kept_in_all_models
 from lightning_automodel.modules.wrappers import unwrapped
 
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 LARGE = 2**25
 """Elements from which on a matrix outside of blocks is worth a gather of its own: 64 MiB in bfloat16."""
@@ -21,10 +22,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the outermost repeated blocks by their qualified names, in the order of registration.
 
     In transformers a block is a ``GradientCheckpointingLayer`` (280 of 284 language models). A module without any, of
-    one's own or of another library, has for blocks the members of its module lists that repeat a class.
+    one's own or of another library, has for blocks the members of its module lists and dicts that repeat a class.
     """
     blocks = dict(_outermost(model, lambda module, _: isinstance(module, GradientCheckpointingLayer)))
-    return blocks or dict(_outermost(model, lambda _, parent: isinstance(parent, nn.ModuleList) and _repeats(parent)))
+    return blocks or dict(_outermost(model, lambda _, parent: isinstance(parent, _LISTS) and _repeats(parent)))
 
 
 def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -59,6 +60,14 @@ def find_input_embedding(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
+def find_names_of_ends(model: nn.Module) -> tuple[str | None, str | None]:
+    """Find the names of what turns tokens into vectors and of what makes the logits; ``None`` where there is none."""
+    if not isinstance(model, PreTrainedModel):
+        return None, None
+    names = {id(module): name for name, module in model.named_modules()}
+    return names.get(id(find_input_embedding(model))), names.get(id(model.get_output_embeddings()))
+
+
 def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Finds the embedding and the head of a language model with a large vocabulary, each by its name; or nothing.
 
@@ -85,9 +94,9 @@ def _only_attends_to_images(block: nn.Module) -> bool:
     return "cross_attn" in children and "self_attn" not in children
 
 
-def _repeats(members: nn.ModuleList) -> bool:
+def _repeats(members: nn.Module) -> bool:
     """Tells whether these are layers, and not the different steps of one."""
-    kinds = [type(member) for member in members if next(member.parameters(), None) is not None]
+    kinds = [type(member) for member in members.children() if next(member.parameters(), None) is not None]
     return len(kinds) == 1 or len(set(kinds)) < len(kinds)
 
 
@@ -102,6 +111,11 @@ def find_towers(model: nn.Module) -> dict[str, nn.Module]:
         return isinstance(module, PreTrainedModel) and id(module.config) not in shared
 
     return dict(_outermost(model, accept))
+
+
+def reads_more_than_text(model: nn.Module) -> bool:
+    """Tells whether the config of ``model`` holds that of a language model, with or without towers beside it."""
+    return getattr(model, "config", None) is not text_config(model)
 
 
 def tower_modalities(tower: nn.Module) -> set[str]:

@@ -14,7 +14,9 @@ from torch import nn
 
 from lightning_automodel._compat.modules import own_children
 
-_STEPS = ("base_layer", "token_adapter", "original_module")
+STEPS = ("base_layer", "token_adapter", "original_module")
+"""Names below which a wrapper holds the layer."""
+
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
 
 
@@ -31,7 +33,7 @@ def has_copies(module: nn.Module) -> bool:
 def unwrapped(module: Any) -> Any:
     """Return the layer inside of wrappers, or ``module`` itself if it is no wrapper."""
     while isinstance(module, nn.Module) and is_wrapper(module):
-        module = next(own_children(module)[step] for step in _STEPS if step in own_children(module))
+        module = next(own_children(module)[step] for step in STEPS if step in own_children(module))
     return module
 
 

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from lightning_automodel._compat.transformers import (
 )
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import wrap_forward
-from lightning_automodel.modules.structure import class_names, find_blocks, text_config
+from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, text_config
 from lightning_automodel.parallel.activation_checkpoint import has_cache, is_checkpointed, without_cache
+from lightning_automodel.parallel.experts.seam import holds_seam, is_seam
 from lightning_automodel.parallel.tensor.partial_sums import is_followed
 from lightning_automodel.parallel.tensor.sliced_draws import draws_in_slices
+from lightning_automodel.parallel.tensor.written_inputs import writes_into_inputs
 
 
 def apply_compile(model: nn.Module, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
@@ -56,7 +59,31 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
     allow_records_in_checkpoints()
     compiled = _CompiledForward(backend, dynamic)
     for block in blocks:
-        wrap_forward(block, compiled)
+        for part in _parts_in_graphs(block):
+            wrap_forward(part, compiled if part is block else _Part(compiled, block))
+
+
+def _parts_in_graphs(block: nn.Module) -> list[nn.Module]:
+    """List what of ``block`` can be a graph: all of it, unless a rank computes some of its experts. Then it is what
+    stands beside these, the outermost modules; how many rows they compute is known at run time only.
+    """
+    if not holds_seam(block):
+        return [block]
+    if is_seam(block):
+        return []
+    found = [part for child in block.children() for part in _parts_in_graphs(child)]
+    return [part for part in found if not isinstance(part, CONTAINERS) and next(part.parameters(), None) is not None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Runs a part of a block in a graph, where the block would."""
+
+    compiled: "_CompiledForward"
+    block: nn.Module
+
+    def __call__(self, part: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self.compiled.run(self.block, False, forward, args, kwargs)
 
 
 class _CompiledForward:
@@ -72,13 +99,17 @@ class _CompiledForward:
         }
 
     def __call__(self, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self.run(block, is_checkpointed(block), forward, args, kwargs)
+
+    def run(self, block: nn.Module, whole: bool, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run ``forward``, of ``block`` or of a part of it, in one graph (``whole``) or in several."""
         if _is_eager(block):
             return forward(*args, **kwargs)
         if block.training:
             kwargs = without_cache(kwargs)
         elif has_cache(kwargs):
             return forward(*args, **kwargs)
-        recordings, whole = recordings_of_call(), is_checkpointed(block)
+        recordings = recordings_of_call()
         if whole and recordings:
             warn_once(_cannot_record(block, recordings))
             return forward(*args, **kwargs)
@@ -94,6 +125,9 @@ def _is_eager(block: nn.Module) -> bool:
         return True
     if draws_in_slices(block):
         warn_once(_cannot_draw(block))
+        return True
+    if writes_into_inputs(block):
+        warn_once(_cannot_write(block))
         return True
     return False
 
@@ -136,6 +170,13 @@ def _cannot_draw(block: nn.Module) -> str:
     return (
         f"a {class_names(block)[0]} draws random numbers (dropout) where ranks of tp hold different heads or rows, "
         "and a compiled graph would draw the same on all of them: its training passes run uncompiled"
+    )
+
+
+def _cannot_write(block: nn.Module) -> str:
+    return (
+        f"a child of a {class_names(block)[0]} multiplies what enters it by noise, in place, behind a collective: "
+        "a compiled graph would not write into the tensor before it, so training passes run uncompiled"
     )
 
 

@@ -5,21 +5,20 @@ the beginning of the forward pass to the end of the backward pass, so embedding 
 of their own.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.fsdp2 import add_parameter_group, fsdp_units, reduce_unused_parameters
+from lightning_automodel._compat.fsdp2 import fsdp_units, reduce_unused_parameters
 from lightning_automodel._compat.groups import concatenated_once
-from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
@@ -31,11 +30,24 @@ from lightning_automodel.modules.structure import (
     find_towers,
     is_kept_in_float32,
     last_blocks,
+    reads_more_than_text,
 )
 from lightning_automodel.parallel.autocast import widen_stream
-from lightning_automodel.parallel.dim_to_cut import DimToCut
-from lightning_automodel.parallel.fsdp2_units import blocks_of_their_own, group_blocks, parameters_of, reshards
+from lightning_automodel.parallel.experts.units import (
+    find_expert_units,
+    parameters_of_units,
+    shard_experts,
+    units_inside,
+)
+from lightning_automodel.parallel.fsdp2_units import (
+    blocks_of_their_own,
+    differentiate_stream,
+    group_blocks,
+    parameters_of,
+    reshards,
+)
 from lightning_automodel.parallel.replica_check import check_replicas_every
+from lightning_automodel.parallel.shard_unit import FullyShard, shard_unit
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
 from lightning_automodel.plans import Layout, Plan
 
@@ -47,17 +59,19 @@ class FSDP2Sharding:
     config: FSDP2Config
     mp_policy: MixedPrecisionPolicy
     axes: Axes
+    fully_shard_fn: FullyShard | None = None
 
     @property
     def sums_gradients(self) -> bool:
         """Tell whether FSDP2 sums partial gradients: it does unless it holds no parameters."""
-        return self.axes.tp.size() == 1 or not needs_no_sharding(self.axes.data, self.config, self.mp_policy)
+        unneeded = self.fully_shard_fn is None and needs_no_sharding(self.axes.data, self.config, self.mp_policy)
+        return self.axes.tp.size() == 1 or not unneeded
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
         if self.sums_gradients:
             with concatenated_once():
-                apply_fsdp2(model, self.axes.data, self.config, self.mp_policy)
+                apply_fsdp2(model, self.axes, self.config, self.mp_policy, self.fully_shard_fn)
         else:
             mark_as_unit(model, self.axes.data, self.config, self.mp_policy)
         install_saving(model)
@@ -79,8 +93,14 @@ def _refuse_resizing(model: PreTrainedModel, *args: Any, **kwargs: Any) -> nn.Mo
     )
 
 
-def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:
-    """Shards ``model`` in place over the last axis of ``mesh``, and replicates the shards over the first of two axes.
+def apply_fsdp2(
+    model: nn.Module,
+    axes: Axes,
+    config: FSDP2Config,
+    mp_policy: MixedPrecisionPolicy,
+    fully_shard_fn: FullyShard | None = None,
+) -> None:
+    """Shards ``model`` in place over the last data axis, and replicates the shards over the first of two.
 
     Hybrid sharding, dp_replicate=2 x dp_shard=2, of a weight of 8 rows::
 
@@ -99,9 +119,10 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
         ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without
             blocks.
     """
-    towers = find_towers(model)
+    mesh, towers, experts = axes.data, find_towers(model), find_expert_units(model)
     blocks = blocks_of_their_own(model, towers, config)
     replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
+    elsewhere = replicated | parameters_of_units(experts)
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
     inside, in_float32 = policy_of_blocks(model, config, mp_policy), find_float32(model)
     embedding, head = find_large_ends(model)
@@ -110,14 +131,18 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     first_in_backward = last_blocks(model, blocks) | head.keys()
     for unit in units:
         after = reshards(unit, config, first_in_backward, head)
-        shard_unit(unit.values(), parameters_of(unit), mesh, inside, in_float32, after, offload)
+        shared = [p for p in parameters_of(unit) if p not in elsewhere]
+        shard_unit(unit.values(), shared, mesh, inside, in_float32, after, offload, elsewhere, fully_shard_fn)
     in_units = {p for unit in units for p in parameters_of(unit)}
-    rest = [p for p in model.parameters() if p not in in_units | replicated]
-    shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, replicated)
-    if towers:
+    rest = [p for p in model.parameters() if p not in in_units | elsewhere]
+    shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, elsewhere, fully_shard_fn)
+    if axes.experts is not None:
+        shard_experts(experts, axes, inside, in_float32, offload, config.reshard_after_forward)
+    if towers or reads_more_than_text(model):
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.
         reduce_unused_parameters(model)
+        differentiate_stream(model, towers)
     for end in embedding.values():
         assert isinstance(end, FSDPModule)
         end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
@@ -125,7 +150,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_poli
     if config.enable_fsdp2_prefetch:
         depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
         forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
-        set_prefetch(forward, backward, *depths)
+        set_prefetch(forward, backward, *depths, inside=units_inside(units, experts))
 
 
 def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:
@@ -171,66 +196,6 @@ def find_float32(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def shard_unit(
-    modules: Iterable[nn.Module],
-    parameters: list[nn.Parameter],
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    in_float32: set[nn.Parameter],
-    reshard: bool | int | None,
-    offload: OffloadPolicy,
-    replicated: Iterable[nn.Parameter] = (),
-) -> None:
-    """Makes one FSDP2 unit of ``modules``, with a group of parameters per storage and compute dtype, the largest first.
-
-    FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
-    to get it would lose what they are kept in float32 for.
-    """
-    (_, policy), *others = _groups_of_one_dtype(parameters, in_float32, mp_policy) or [([], mp_policy)]
-    ignored = {p for group, _ in others for p in group} | set(replicated)
-    choose_dim = DimToCut(mesh.size(mesh.ndim - 1))
-    modules = list(modules)
-    origins = [type(module).__module__ for module in modules]
-    fully_shard(
-        modules,
-        mesh=mesh,
-        mp_policy=policy,
-        reshard_after_forward=reshard,
-        offload_policy=offload,
-        ignored_params=ignored,
-        shard_placement_fn=choose_dim,
-    )
-    # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
-    for module, origin in zip(modules, origins, strict=True):
-        type(module).__module__ = origin
-        if len(modules) > 1:
-            module.register_forward_hook(_gather_for_backward)
-    for group, other_policy in others:
-        add_parameter_group(modules[0], group, other_policy, choose_dim)
-
-
-def _groups_of_one_dtype(
-    parameters: list[nn.Parameter], in_float32: set[nn.Parameter], mp_policy: MixedPrecisionPolicy
-) -> list[tuple[list[nn.Parameter], MixedPrecisionPolicy]]:
-    """Group parameters that are stored and compute in one dtype, with their policies, the largest group first."""
-    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
-    wide = replace(mp_policy, param_dtype=None)
-    return [(group, wide if keep else mp_policy) for (_, keep), group in ordered]
-
-
-def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:
-    """Gathers a unit for the backward pass where its last module's output may be unused, which FSDP2 relies on: the
-    features of a tower are often those of an earlier block.
-    """
-    assert isinstance(module, FSDPModule)
-    for value in tree_leaves(output):
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(lambda _: module.unshard())
-
-
 def _replicate(towers: dict[str, nn.Module], mp_policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
     """Cast and sum by hooks the parameters that no unit holds: nothing gathers them."""
     for name, tower in towers.items():
@@ -260,18 +225,25 @@ class _FrozenCheck:
 
 
 def set_prefetch(
-    forward: Sequence[nn.Module], backward: Sequence[nn.Module], forward_depth: int, backward_depth: int
+    forward: Sequence[nn.Module],
+    backward: Sequence[nn.Module],
+    forward_depth: int,
+    backward_depth: int,
+    inside: Mapping[nn.Module, Sequence[nn.Module]] | None = None,
 ) -> None:
     """Makes each unit prefetch the next ``forward_depth`` of ``forward`` in the forward pass, and ``backward_depth``
     before it in ``backward`` in the backward pass, while it computes. Both are in the order of the forward pass, with
-    any one module of a unit.
+    any one module of a unit. What is ``inside`` of a unit it prefetches first.
     """
+    own = inside or {}
     for i, unit in enumerate(forward):
         assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch(_units(forward[i + 1 : i + 1 + forward_depth]))
+        after = forward[i + 1 : i + 1 + forward_depth]
+        unit.set_modules_to_forward_prefetch(_units([*own.get(unit, ()), *after]))
     for i, unit in enumerate(backward):
         assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_backward_prefetch(_units(backward[max(0, i - backward_depth) : i][::-1]))
+        before = backward[max(0, i - backward_depth) : i][::-1]
+        unit.set_modules_to_backward_prefetch(_units([*own.get(unit, ()), *before]))
 
 
 def fsdp_roots(module: nn.Module) -> list[FSDPModule]:

@@ -2,12 +2,15 @@
 
 from collections.abc import Set
 from itertools import groupby
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.install import defers_logits
-from lightning_automodel.modules.structure import class_names, find_independent_blocks, outermost
+from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_input_embedding, outermost
 
 
 def blocks_of_their_own(model: nn.Module, towers: dict[str, nn.Module], config: FSDP2Config) -> dict[str, nn.Module]:
@@ -64,3 +67,27 @@ def parameters_of(unit: dict[str, nn.Module]) -> list[nn.Parameter]:
 
 def _size(unit: dict[str, nn.Module]) -> int:
     return sum(p.numel() for p in parameters_of(unit))
+
+
+def differentiate_stream(model: nn.Module, towers: dict[str, nn.Module]) -> None:
+    """Let the residual stream require a gradient whether a batch has images or not, where what makes features trains.
+
+    FSDP2 reduces a block when the gradient of its input is there, and what has no such input in the end. Behind a
+    frozen embedding the first block has one with images only: ranks would reduce in different orders, and wait, or
+    take one tensor for another::
+
+        images on GPU 0         GPU 0                 GPU 1, text only
+        first block's input     requires a gradient   does not
+        reduced                 block 1, 0, the rest  block 1, the rest, 0
+    """
+    embedding = find_input_embedding(model) if isinstance(model, PreTrainedModel) else None
+    blocks = [name for name in find_independent_blocks(model) if outermost(list(towers), name) is None]
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.requires_grad or not torch.is_grad_enabled():
+            return output
+        trains = any(p.requires_grad for n, p in model.named_parameters() if outermost(blocks, n) is None)
+        return output.requires_grad_().clone() if trains else output  # models write features into it
+
+    if embedding is not None:
+        embedding.register_forward_hook(hook)

@@ -14,9 +14,10 @@ from lightning_automodel.loading.host_offload import offload_policy_for
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing, get_lm_ac_layers
 from lightning_automodel.parallel.compile import compile_blocks
-from lightning_automodel.parallel.fsdp2 import find_float32, reshard, set_prefetch, shard_unit
+from lightning_automodel.parallel.fsdp2 import find_float32, reshard, set_prefetch
 from lightning_automodel.parallel.registry import run_strategy
 from lightning_automodel.parallel.setup import FSDP2Setup
+from lightning_automodel.parallel.shard_unit import shard_unit
 from lightning_automodel.plans.selection import Rules
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -94,7 +95,7 @@ def fsdp2_strategy_parallelize(
 def apply_fsdp2_sharding_recursively(
     module: nn.Module,
     mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
+    mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | dict[str, Any] | bool | None = None,
     enable_fsdp2_prefetch: bool = True,
     fsdp2_backward_prefetch_depth: int = 2,
@@ -109,7 +110,7 @@ def apply_fsdp2_sharding_recursively(
     Args:
         module: lists may be nested; lists inside of a member belong to the member.
         mesh: of one axis, or two for hybrid sharding (replicas first).
-        mp_policy: dtypes of compute and reduction.
+        mp_policy: dtypes of compute and reduction; ``None``: those of the parameters.
         offload_policy: parameters wait on the host; see :class:`~lightning_automodel.FSDP2Config`.
         enable_fsdp2_prefetch: each member asks for others' parameters while it computes.
         fsdp2_backward_prefetch_depth: for how many, in the backward pass.
@@ -124,6 +125,7 @@ def apply_fsdp2_sharding_recursively(
         fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
         fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
     )
+    mp_policy = mp_policy or MixedPrecisionPolicy()
     in_float32 = find_float32(module)
     offload = offload_policy_for(offload_policy, mesh.device_type)
     members = list(_members(module))

@@ -47,7 +47,8 @@ class ParallelizationStrategy(ABC):
             dp_shard_cp_mesh_name: axis over which parameters are sharded.
             tp_mesh_name: axis over which matrices are split.
             kwargs: the other fields of :class:`~lightning_automodel.FSDP2Config`, and ``param_dtype``, the dtype in
-                which parameters are stored.
+                which parameters are stored; and ``fully_shard_fn``, called in place of FSDP2's ``fully_shard`` for each
+                unit and the model.
         """
 
 
@@ -83,19 +84,40 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
         return setup.apply(model, device_mesh)
 
 
+class CheckpointingParallelizationStrategy(DefaultParallelizationStrategy):
+    """The default strategy, with activation checkpointing where the caller says nothing of it."""
+
+    @override
+    def parallelize(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: CPUOffloadPolicy | dict[str, Any] | bool | None = None,
+        sequence_parallel: bool = False,
+        activation_checkpointing: bool | str = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Module:
+        given = (mp_policy, offload_policy, sequence_parallel, activation_checkpointing)
+        return super().parallelize(model, device_mesh, *given, *args, **kwargs)
+
+
 PARALLELIZATION_STRATEGIES: dict[str, ParallelizationStrategy] = {
     # What these classes need beyond the default is data: their plans (plans/additions.py), the parameters that they
     # keep in float32 and the dtypes of their layers (fsdp2.py makes one group of each).
-    name: DefaultParallelizationStrategy()
-    for name in (
-        "NemotronHForCausalLM",
-        "DeepseekV4ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5ForCausalLM",
-        "WanTransformer3DModel",
-        "HunyuanVideo15Transformer3DModel",
-        "LTX2VideoTransformer3DModel",
-    )
+    **{
+        name: DefaultParallelizationStrategy()
+        for name in (
+            "NemotronHForCausalLM",
+            "DeepseekV4ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "WanTransformer3DModel",
+        )
+    },
+    "HunyuanVideo15Transformer3DModel": CheckpointingParallelizationStrategy(),
+    "LTX2VideoTransformer3DModel": CheckpointingParallelizationStrategy(),
 }
 _DEFAULT = DefaultParallelizationStrategy()
 

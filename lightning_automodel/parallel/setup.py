@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.parallel.fsdp2 import FSDP2Sharding
+from lightning_automodel.parallel.shard_unit import FullyShard
 from lightning_automodel.parallel.stages import apply_stages
 
 MP_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -30,17 +31,19 @@ class FSDP2Setup:
         mp_policy: dtypes of compute and reduction.
         param_dtype: in which parameters are stored; ``None``: as the model has them.
         axis_names: of the mesh.
+        fully_shard_fn: called in place of FSDP2's ``fully_shard``.
     """
 
     config: FSDP2Config
     mp_policy: MixedPrecisionPolicy = MP_POLICY
     param_dtype: torch.dtype | None = None
     axis_names: AxisNames = field(default_factory=AxisNames)
+    fully_shard_fn: FullyShard | None = None
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the stages on ``model``, in place, and return it."""
         axes = find_axes(mesh, self.axis_names)
-        sharding = FSDP2Sharding(self.config, self.mp_policy, axes)
+        sharding = FSDP2Sharding(self.config, self.mp_policy, axes, self.fully_shard_fn)
         return apply_stages(model, axes, self.config, sharding, self.param_dtype)
 
     def to_keywords(self) -> dict[str, Any]:
@@ -54,6 +57,7 @@ class FSDP2Setup:
             "param_dtype": self.param_dtype,
             **switches,
             "mp_policy": self.mp_policy,
+            **({} if self.fully_shard_fn is None else {"fully_shard_fn": self.fully_shard_fn}),
         }
 
     @classmethod
@@ -66,6 +70,7 @@ class FSDP2Setup:
         dp_shard_cp_mesh_name: str,
         tp_mesh_name: str,
         param_dtype: torch.dtype | None = None,
+        fully_shard_fn: FullyShard | None = None,
         **switches: Any,
     ) -> "FSDP2Setup":
         """Read the arguments of :meth:`ParallelizationStrategy.parallelize`; ``switches`` are fields of the config."""
@@ -75,4 +80,5 @@ class FSDP2Setup:
             mp_policy=resolve_mp_policy(mp_policy) or MP_POLICY,
             param_dtype=param_dtype,
             axis_names=names,
+            fully_shard_fn=fully_shard_fn,
         )

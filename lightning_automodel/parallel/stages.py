@@ -2,8 +2,8 @@
 
 ::
 
-    plan -> dtype, equal weights -> float8 -> context and tensor parallel -> loss -> checkpointing -> compile
-         -> autocast -> random numbers -> shard
+    plan -> dtype, equal weights -> float8 -> context and tensor parallel -> experts -> loss -> checkpointing
+         -> compile -> autocast -> random numbers -> shard
 
     FSDP2           shards on the meta device; each rank then reads or draws its own part
     DDP             keeps replicas, whose weights were read before, and computes in a narrower dtype
@@ -30,22 +30,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel.config import StageSwitches, resolve_dtype
+from lightning_automodel.config import StageSwitches, resolve_dispatcher, resolve_dtype
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.distributed.random_numbers import RandomNumbers, agreed_seed
 from lightning_automodel.loading.initialize import broadcast_weights, cast_parameters
 from lightning_automodel.loss.install import install_loss
 from lightning_automodel.mesh import Axes
+from lightning_automodel.modules.four_bit import store_as_rows
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import adapters_of
 from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
 from lightning_automodel.parallel.autocast import install_autocast
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.parallel.context import ContextParallel
+from lightning_automodel.parallel.experts import ExpertParallel
+from lightning_automodel.parallel.experts.whole import find_whole_experts, route_to_own_experts
 from lightning_automodel.parallel.float8 import apply_float8
 from lightning_automodel.parallel.random_passes import data_rank_of, draw_from
 from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel
 from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
+from lightning_automodel.plans.adapters import check_four_bit, check_recomputed_and_compiled
 from lightning_automodel.plans.context import derive_context_layout
 
 
@@ -77,14 +81,21 @@ def apply_stages(
     """
     tp, cp, device_type = axes.tp.size(), axes.cp.size() if axes.cp else 1, axes.tp.device_type
     _check_whole(model)
+    store_as_rows(model, tp)
+    check_four_bit(model)
     plan, layout = _plan(model, tp, config)
     _store_in(model, param_dtype)
     broadcast_weights(model, axes.tp)
     if config.float8 is not None:
         apply_float8(model, config.float8, tp, device_type)
+    experts = ExpertParallel.of(model, axes.experts) if axes.experts else None
     context = _cut_context(model, axes, config)
     if layout is not None:
-        apply_tensor_parallel(model, axes.tp, layout, is_final=not sharding.sums_gradients)
+        whole, apart = find_whole_experts(model, layout, tp), experts.found if experts else ()
+        apply_tensor_parallel(model, axes.tp, layout, is_final=not sharding.sums_gradients, gathered_alone=apart)
+        route_to_own_experts(model, whole, axes.tp.get_group())
+    if experts is not None:
+        experts.divide(model, resolve_dispatcher(config.expert_dispatcher))
     install_loss(model, axes.tp, config)
     if context is not None:
         context.install_inside()
@@ -160,6 +171,8 @@ def _store_in(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _recompute(model: nn.Module, config: StageSwitches, device_type: str) -> None:
+    if config.activation_checkpointing and config.enable_compile:
+        check_recomputed_and_compiled(model)
     if config.activation_offload and device_type == "cpu":
         raise ValueError("activation_offload=True: on CPU activations are in host memory already; use it on CUDA")
     mode, scope = config.activation_checkpointing, config.activation_checkpointing_scope

@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat.dtensor import StridedShard, strided_shard
 from lightning_automodel._compat.modules import own_children
-from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
+from lightning_automodel.modules.four_bit import four_bit_layers
+from lightning_automodel.modules.wrappers import STEPS, is_wrapper, name_without_wrappers, unwrapped
 
 
 @dataclass(frozen=True)
@@ -133,3 +134,45 @@ class Wrapped:
             f"{self.base}, and how this is split with it is not known; use LoRA, DoRA on linear layers or IA3 "
             f"(parameters {', '.join(ROLES)}), leave the layer out of what is adapted, or use tp=1 with dp_shard"
         )
+
+
+_ON_FOUR_BITS = ("lora_A", "lora_B", "ia3_l")
+
+
+def check_four_bit(model: nn.Module) -> None:
+    """Check that what adapts layers of four bits asks them for nothing but their output.
+
+    Raises:
+        ValueError: naming the layer, its adapter and what to use.
+    """
+    layers = {id(layer) for _, layer, _ in four_bit_layers(model)}
+    for prefix, wrapper in model.named_modules() if layers else ():
+        if not is_wrapper(wrapper) or id(unwrapped(wrapper)) not in layers:
+            continue
+        held = [
+            n
+            for n, child in own_children(wrapper).items()
+            if child is not None and any(True for _ in child.parameters())
+        ]
+        wrong = [type(variant).__name__ for variant in getattr(wrapper, "lora_variant", {}).values()]
+        wrong += [name for name in held if name not in (*_ON_FOUR_BITS, *STEPS)]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]} of {prefix} ({type(wrapper).__module__}.{type(wrapper).__name__}): the layer is quantized "
+                "to four bits, and what this asks of its weights was not compared with one process; use LoRA without "
+                "use_dora or IA3 there, or load the base without quantization_config"
+            )
+
+
+def check_recomputed_and_compiled(model: nn.Module) -> None:
+    """Check that adapters can be compiled inside of a recomputation.
+
+    Raises:
+        ValueError: for DoRA, which asks a weight for the module of its class, and torch cannot trace that there.
+    """
+    for prefix, wrapper in model.named_modules():
+        if is_wrapper(wrapper) and own_children(wrapper).get("lora_magnitude_vector"):
+            raise ValueError(
+                f"use_dora of {prefix}: torch cannot trace DoRA of peft where blocks are both compiled and recomputed; "
+                "use enable_compile=False or activation_checkpointing=False, or LoRA without use_dora"
+            )

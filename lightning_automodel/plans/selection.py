@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightning_automodel.config.imports import import_class_from_path
 from lightning_automodel.config.values import EXTENDS, check_tp_plan
 from lightning_automodel.distributed.logs import log_once, warn_once
-from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.structure import class_names, find_names_of_ends
 from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, OF_USERS
 from lightning_automodel.plans.published import published_plan
@@ -180,7 +180,9 @@ def _unused(rules: Rules, model: nn.Module) -> list[str]:
 def _named_styles(rules: Rules, model: nn.Module) -> dict[str, str]:
     plan = Plan(dict.fromkeys(rules, ""), "")
     embeddings = {plan.rule_for(name) for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    named = {rule: name_of_style(style, rule, is_embedding=rule in embeddings) for rule, style in rules.items()}
+    head = find_names_of_ends(model)[1]
+    of_head = None if head is None else plan.rule_for(head)
+    named = {rule: name_of_style(style, rule, rule in embeddings, rule == of_head) for rule, style in rules.items()}
     unknown = {rule: style for rule, style in named.items() if style not in STYLES}
     if unknown:
         raise ValueError(

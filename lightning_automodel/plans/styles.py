@@ -149,6 +149,8 @@ STYLES: dict[str, Style] = {
         Style(name="embedding_rowwise", placement=_table(0), enter=Enter.EMBED, leave=Leave.REDUCE, confined=False),
         Style(name="embedding_colwise", placement=_table(1), leave=Leave.GATHER, confined=False),
         Style(name="moe_tp_experts", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE, opens=True),
+        Style(name="ep_dispatch_experts", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE, opens=True),
+        Style(name="grouped_gemm", placement=_dim(0), opens=True, closes=True),
         Style(name="moe_identity_expert", placement=_whole, enter=Enter.DIVIDE),
         Style(name="all_reduce", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE),
         Style(name="mla_kv_a_proj", placement=_whole, leave=Leave.COPY_ROTARY),

@@ -23,7 +23,7 @@ _APART = {
     *("leaky_relu", "elu", "dropout", "linear", "layer_norm", "rms_norm", "square", "pow", "sqrt", "rsqrt"),
     *("exp", "log", "abs", "clamp", "neg", "add", "sub", "mul", "div", "add_", "mul_", "to", "float"),
     *("type_as", "dtype", "device", "contiguous", "float32", "bfloat16", "float16", "training", "get", "pop"),
-    *("append"),
+    "append",
 }
 _ON_LAST = {"chunk", "split", "mean", "sum", "var", "norm", "softmax", "cat"}
 _BUILTINS = {"isinstance", "int", "float", "tuple", "len", "bool", "getattr", "hasattr"}

@@ -3,7 +3,8 @@
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -16,6 +17,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
+from lightning_automodel.modules.parameter_swap import ParameterSwap
+from lightning_automodel.modules.structure import find_names_of_ends
 from lightning_automodel.plans.published import published_plan
 from lightning_automodel.plans.styles import STYLES
 
@@ -33,6 +36,7 @@ TORCH_STYLES: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
     "embedding_rowwise": (RowwiseParallel, _SPLIT),
     "sequence_parallel": (SequenceParallel, {}),
 }
+_EXPERTS = ("moe_tp_experts", "moe_identity_expert")
 _WHOLE, _FEATURES = (Replicate(),), (Shard(-1),)
 
 
@@ -53,10 +57,43 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     raise ValueError(f"{style!r} is not a style of a tensor-parallel plan; use one of {', '.join(TORCH_STYLES)}")
 
 
+class ReplicatedWithGradAllReduce(ParallelStyle):
+    """Keeps a module whole that works on a rank's slice (norms of a rank's heads): its gradients are summed over tp.
+
+    Its parameters become DTensors that are whole on every rank, beside those of torch's styles.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        swap = ParameterSwap()
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
+                owner.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+                swap.add(owner, name, lambda stored: stored.to_local(grad_placements=[Partial()]))
+        swap.install(module)
+        return module
+
+
+TORCH_STYLES["replicated_with_grad_allreduce"] = (ReplicatedWithGradAllReduce, {})
+
+
+def translate_parallel_style(style: str) -> ParallelStyle:
+    """Translates a style name; the older name of :func:`translate_to_torch_parallel_style`."""
+    return translate_to_torch_parallel_style(style)
+
+
+def get_hf_tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Translates the plan of a model; the older name of :func:`get_hf_tp_shard_plan`."""
+    return get_hf_tp_shard_plan(model)
+
+
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Translates the plan that a model publishes for ``torch``'s own ``parallelize_module``.
 
     Merged from the plans of the models inside of it, whose rules get their prefix, of its class and of the instance.
+    Embeddings without a rule are split by rows, and the logits that a gathering head would give are a DTensor, split on
+    the vocabulary. Experts of a mixture stay whole, and every rank computes all of them. ``parallelize_module`` unties
+    weights: call ``model.tie_weights()`` after it.
 
     Returns:
         patterns of module names to styles.
@@ -64,7 +101,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     Raises:
         ValueError: if the model has no plan, or the plan has styles that torch lacks (all of them are named).
     """
-    plan = published_plan(model)
+    plan = _of_modules(model, published_plan(model))
     if not plan:
         raise ValueError(_without_plan(model))
     lacking = {rule: style for rule, style in plan.items() if style not in TORCH_STYLES}
@@ -73,7 +110,23 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             f"the plan of {type(model).__name__} has styles that torch lacks: {lacking}; fsdp2_strategy_parallelize "
             "applies it with styles of its own"
         )
-    return {rule: translate_to_torch_parallel_style(style) for rule, style in plan.items()}
+    styles = {rule: translate_to_torch_parallel_style(style) for rule, style in plan.items()}
+    embedding, head = find_names_of_ends(model)
+    if embedding is not None:
+        styles.setdefault(embedding, RowwiseParallel(**_SPLIT))
+    if head is not None and plan.get(head) in ("colwise_rep", "colwise_gather_output"):
+        styles[head] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return styles
+
+
+def _of_modules(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Leave out the rules of experts: they name parameters, and torch's styles are for modules."""
+    experts = {rule for rule, style in plan.items() if style in _EXPERTS}
+    return {
+        rule: style
+        for rule, style in plan.items()
+        if not any(rule == expert or rule.startswith(f"{expert}.") for expert in experts)
+    }
 
 
 def _without_plan(model: nn.Module) -> str:
@@ -87,13 +140,14 @@ def _without_plan(model: nn.Module) -> str:
     )
 
 
-def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool) -> str:
+def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool, is_head: bool = False) -> str:
     """Translates a torch style to the style name that does the same; a name stays as it is.
 
     Args:
         style: from a user's plan.
         rule: the pattern that it stands for.
         is_embedding: whether that pattern names embeddings.
+        is_head: whether it names what makes the logits; as a DTensor they are whole, wherever their parts are.
 
     Raises:
         ValueError: with the rule, if none of our styles has these layouts.
@@ -101,6 +155,8 @@ def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool) -> 
     if isinstance(style, str):
         return style
     name = _name_of_style(style, is_embedding)
+    if is_head and name == "colwise" and not getattr(style, "use_local_output", True):
+        return "colwise_gather_output"
     if name is None:
         layouts = {key: value for key, value in vars(style).items() if key.endswith("layouts") and value}
         hint = " (sequence_parallel=True cuts the sequence, without a rule)" if _cuts_sequence(style) else ""
@@ -113,6 +169,8 @@ def name_of_style(style: str | ParallelStyle, rule: str, is_embedding: bool) -> 
 
 
 def _name_of_style(style: ParallelStyle, is_embedding: bool) -> str | None:
+    if type(style) is ReplicatedWithGradAllReduce:
+        return "replicated_with_grad_allreduce"
     if type(style) is ColwiseParallel and _last(style.input_layouts) == _WHOLE:
         if _last(style.output_layouts) == _WHOLE:
             return "embedding_colwise" if is_embedding else "colwise_gather_output"

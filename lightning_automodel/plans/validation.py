@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel.modules.four_bit import four_bit_layers
 from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.plans.derivation import derive_layout
@@ -115,6 +116,12 @@ def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
             if attribute in attributes:
                 whole, shared = getattr(model.get_submodule(name), attribute), attribute in KEY_VALUE_HEADS
                 yield Count(f"{wildcard(name)}.{attribute}", whole, shared)
+    for name, _, form in four_bit_layers(model):
+        placement = layout.parameters[f"{name}.weight"].placement
+        if isinstance(placement, Shard | StridedShard) and placement.dim == 1:
+            halves = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+            blocks = form.shape[1] // form.block // halves
+            yield Count(f"blocks of {form.block} weights with one scale in a row of {wildcard(name)}", blocks)
     for name, parameter in layout.parameters.items():
         placement, shape = parameter.placement, model.get_parameter(name).shape
         if isinstance(placement, StridedShard):

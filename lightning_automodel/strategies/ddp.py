@@ -53,6 +53,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         ddp_comm_state: first argument of the hook.
         ddp_comm_wrapper: such as ``fp16_compress_wrapper``, around the hook.
         model_averaging_period: steps between two averages of all weights, with a ``PostLocalSGDState``.
+        ep: 1.
 
     Raises:
         ValueError: for a size that this strategy does not have, or if ``async_save`` comes with a plain file.
@@ -75,8 +76,10 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         ddp_comm_state: object | None = None,
         ddp_comm_wrapper: Callable | None = None,
         model_averaging_period: int | None = None,
+        ep: int = 1,
     ) -> None:
-        for name, size in {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}.items():
+        fixed = {"tp": tp, "cp": cp, "ep": ep, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+        for name, size in fixed.items():
             if size not in (1, "auto"):
                 raise ValueError(
                     f"DDPStrategy({name}={size}): every process keeps the whole model and its own share of the samples,"

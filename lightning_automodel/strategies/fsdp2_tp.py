@@ -26,6 +26,7 @@ from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, re
 from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.submodels import (
@@ -33,6 +34,7 @@ from lightning_automodel.strategies.submodels import (
     check_complete,
     check_switches_find_work,
     find_submodels,
+    no_experts,
     no_plan,
     refuse_prompts,
     unwrap_compiled_children,
@@ -51,12 +53,15 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         cp: ranks that split each sequence; they see the same batch (``docs/context.md``).
         dp_shard: ranks that see different samples and share the parameters among them; ``"auto"``: what remains.
         dp_replicate: groups of ranks that each hold all shards (hybrid sharding).
+        ep: ranks of dp_shard x cp among which tokens travel to whole experts (``docs/experts.md``); 1: experts are
+            gathered like all else. It multiplies nothing: who stores what stays as it is.
         config: all other switches.
         save_distributed_checkpoint: a folder with a part per rank (``True``), or one plain Lightning file.
         async_save: training goes on while a checkpoint is written; it waits only for the copy to host memory, and for
             the checkpoint before if that is still being written. For folders.
         process_group_backend: "nccl", "gloo" or one per device type; ``None``: what ``config.backend`` says.
         timeout: of every collective.
+        pp: 1; there is no pipeline.
 
     Raises:
         ValueError: if a size is not positive, or not available, or if ``async_save`` comes with a plain file.
@@ -75,20 +80,25 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_timeout,
+        ep: int = 1,
+        pp: int = 1,
     ) -> None:
+        if pp != 1:
+            raise ValueError(f"FSDP2TPStrategy(pp={pp}): there is no pipeline parallelism; use tp, ep, cp and dp_shard")
         self.config = config or FSDP2Config()
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend or self.config.backend,
             timeout=timeout,
         )
-        self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+        self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "ep": ep}
         self._check_requested()
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
 
     def _check_requested(self) -> None:
         fixed = {name: size for name, size in self._requested.items() if size != "auto"}
-        resolve_sizes(_product(fixed), **fixed)
+        world = _product({name: size for name, size in fixed.items() if name != "ep" or "dp_shard" not in fixed})
+        resolve_sizes(world, **fixed)
 
     # ---- sizes and mesh ----------------------------------------------------------------------------------------------
 
@@ -144,6 +154,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         tp = self.sizes.tp
         if tp > 1 and not any(has_rules(submodel.module, self.config.tp_plan) for submodel in submodels):
             raise ValueError(no_plan(type(self.lightning_module).__name__, tp, submodels))
+        if self.sizes.ep > 1 and not any(has_experts(submodel.module) for submodel in submodels):
+            raise ValueError(no_experts(type(self.lightning_module).__name__, self.sizes.ep, submodels))
         check_switches_find_work(self.config, [submodel.module for submodel in submodels])
         for submodel in submodels:
             if submodel.is_sharded:

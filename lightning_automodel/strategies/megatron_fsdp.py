@@ -21,6 +21,7 @@ from lightning_automodel.distributed.uneven_shards import complete_state
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.pretrained import sharded_loading
+from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
@@ -30,6 +31,7 @@ from lightning_automodel.strategies.submodels import (
     check_switches_find_work,
     find_submodels,
     refuse_prompts,
+    refuse_single_tokens,
     unwrap_compiled_children,
 )
 
@@ -122,6 +124,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     def _split(self, model: nn.Module) -> None:
         """Splits over tp before weights are read: each rank reads its slices, and shards them afterwards."""
+        refuse_quantized(model, but_four_bit=False)
         building.split_over_tp(model, self._axes, self.config)
 
     @override
@@ -138,6 +141,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
                 "precision='16-mixed': loss scaling needs gradients before Megatron-FSDP has reduced them; use "
                 "'bf16-mixed', or FSDP2TPStrategy"
             )
+        refuse_single_tokens(module)
         submodels = find_submodels(module)
         check_switches_find_work(self.config, [submodel.module for submodel in submodels])
         originals: list[dict[str, Tensor]] = []
@@ -243,7 +247,7 @@ def _refuse_sizes(sizes: dict[str, int]) -> None:
         "cp": "its hooks do not know parts of a sequence; use FSDP2TPStrategy(cp=...), or leave it at 1",
         "dp_replicate": "use FSDP2TPStrategy(dp_replicate=...), or leave it at 1",
         "pp": "there is no pipeline parallelism; use tp and dp",
-        "ep": "experts are split by tp; leave it at 1",
+        "ep": "its experts are split by tp; use FSDP2TPStrategy(ep=...), or leave it at 1",
     }
     for name, size in sizes.items():
         if size != 1:

@@ -99,6 +99,23 @@ def refuse_prompts(root: nn.Module, tp: int) -> None:
             )
 
 
+def refuse_single_tokens(root: nn.Module) -> None:
+    """Refuse rows of embeddings that train alone, which peft reads outside of where Megatron-FSDP gathers them.
+
+    Args:
+        root: the LightningModule.
+
+    Raises:
+        ValueError: naming the embedding.
+    """
+    for name, module in root.named_modules():
+        if "token_adapter" in dict(module.named_children()):
+            raise ValueError(
+                f"trainable_token_indices of peft ({name}): what trains would be read while Megatron-FSDP has it in "
+                "shards; use FSDP2TPStrategy with tp=1, DDPStrategy, or modules_to_save=['embed_tokens']"
+            )
+
+
 def no_plan(owner: str, tp: int, submodels: Sequence[Submodel]) -> str:
     """Says why ``tp`` splits none of the submodels of a LightningModule."""
     held = ", ".join(f"{submodel.name} ({type(submodel.module).__name__})" for submodel in submodels[:5])
@@ -107,6 +124,12 @@ def no_plan(owner: str, tp: int, submodels: Sequence[Submodel]) -> str:
         "FSDP2Config(tp_plan={...}) or register_tp_plan, with names inside of the module that is called as a whole, "
         "such as 'blocks.*.ffn.up' and not 'model.blocks.*.ffn.up'"
     )
+
+
+def no_experts(owner: str, ep: int, submodels: Sequence[Submodel]) -> str:
+    """Says why ``ep`` finds nothing in a LightningModule to which tokens could travel."""
+    held = ", ".join(f"{submodel.name} ({type(submodel.module).__name__})" for submodel in submodels[:5])
+    return f"ep={ep} is for mixtures of experts, and nothing that {owner} holds is one ({held}); use ep=1"
 
 
 def check_switches_find_work(config: StageSwitches, modules: Sequence[nn.Module]) -> None:

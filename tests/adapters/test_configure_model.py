@@ -105,16 +105,21 @@ def error(
 
 
 def largest(actual: Adapted, expected: Adapted) -> tuple[float, str]:
-    assert len(actual.losses) == len(expected.losses)
-    found = [(abs(a - b) / b, f"loss {i}") for i, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True))]
-    for step, (many, one) in enumerate(zip(actual.gradients, expected.gradients, strict=False)):
-        assert many.keys() == one.keys()
-        found += [(relative(many[n], one[n]), f"gradient of {n} in step {step}") for n in one]
+    found = errors_of_steps(actual, expected)
     weights = {name: gather_on_rank_zero(as_stored(p)) for name, p in actual.model.named_parameters()}
     one = dict(expected.model.named_parameters())
     assert weights.keys() == one.keys()
     found += [(relative(value, one[name]), name) for name, value in weights.items() if value is not None]
     return max(found)
+
+
+def errors_of_steps(actual: Adapted, expected: Adapted) -> list[tuple[float, str]]:
+    assert len(actual.losses) == len(expected.losses)
+    found = [(abs(a - b) / b, f"loss {i}") for i, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True))]
+    for step, (many, one) in enumerate(zip(actual.gradients, expected.gradients, strict=False)):
+        assert many.keys() == one.keys()
+        found += [(relative(many[n], one[n]), f"gradient of {n} in step {step}") for n in one]
+    return found
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

@@ -11,7 +11,7 @@ from tests.support.adapted import adapted, adapter_error
 from tests.support.comparison import Schedule
 
 BOUND = 1e-5
-SCHEDULE = Schedule(steps=2, length=12)
+SCHEDULE = Schedule(steps=3, length=12)
 QUICK = [("llama", "bias"), ("llama", "ends"), ("llama", "saved"), ("mixtral", "experts"), ("phi3", "dora")]
 MORE = [
     *(("llama", method) for method in ("all-linear", "rslora", "saved mlp", "ia3")),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_automodel import FSDP2Config
 from lightning_automodel.testing.pool import Pool
-from tests.adapters.test_configure_model import BOUND, error
+from tests.adapters.test_configure_model import BOUND, error, lora
 from tests.support.training import tiny_llama
 
 PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
@@ -53,3 +54,28 @@ def test_right_or_refused(layout: str, tmp_path: Path, pool2: Pool) -> None:
             else:
                 assert method in RIGHT[layout]
                 assert outcome <= BOUND, (method, outcome)
+
+
+def dora(base: nn.Module) -> nn.Module:
+    return lora(base, use_dora=True)
+
+
+def refusals(directory: Path) -> list[str]:
+    """Runs on each rank: what ends in an error of a library, if nobody says so before."""
+    found = []
+    both = FSDP2Config(enable_compile=True, compile_backend="aot_eager", activation_checkpointing=True)
+    for layout, change, config in (("megatron3-dp2", partial(adapt, "tokens"), {}), ("fsdp2-dp2", dora, both)):
+        try:
+            error(layout, change, directory, config=config)
+        except ValueError as refusal:
+            found.append(str(refusal))
+    return found
+
+
+def test_what_a_library_cannot_do_is_a_sentence(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    for tokens, compiled in pool2.run(refusals, tmp_path, trainer=True):
+        assert "trainable_token_indices of peft (model.base_model.model.model.embed_tokens)" in tokens
+        assert "use FSDP2TPStrategy with tp=1, DDPStrategy, or modules_to_save" in tokens
+        assert "torch cannot trace DoRA of peft where blocks are both compiled and recomputed" in compiled
+        assert "use enable_compile=False or activation_checkpointing=False" in compiled

@@ -106,7 +106,7 @@ def test_what_is_no_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt" / "meta.pt").unlink()
     with pytest.raises(ValueError, match=r"it has no meta\.pt"):
         read_checkpoint(Location.of(tmp_path / "x.ckpt"))
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+    with pytest.raises(FileNotFoundError, match=r"^Checkpoint file not found: there is no checkpoint at"):
         read_checkpoint(Location.of(tmp_path / "y.ckpt"))
 
 

@@ -1,6 +1,8 @@
 """A mistake in a command is one line that names the key and proposes what was meant, and exit code 1."""
 
 import gc
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_automodel import DDPStrategy, FSDP2Config
 from lightning_automodel.cli import AutomodelCLI, main
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
@@ -22,6 +25,8 @@ MISTAKES = {
     "strategy.tp=two": "--trainer.strategy.tp=two: it takes an int",
     "max_steps=abc": "--trainer.max_steps=abc: it takes an int",
     "maxsteps=3": "did you mean --trainer.max_steps?",
+    "strategy=FSDPP": "there is no such strategy",
+    "precision=bf": "--trainer.precision=bf; did you mean bf16?; use one of 64, 32",
     "callbacks+=EarlyStop": "did you mean EarlyStopping?",
 }
 WORDS = {
@@ -89,6 +94,27 @@ def test_a_short_name_of_several_classes_is_one_line(
     assert "Adadelta: several classes have this name; give one in full: torch.optim.Adadelta, another_package" in line
 
 
+def test_a_process_prints_one_line_and_nothing_of_libraries() -> None:
+    command = [str(Path(sys.executable).with_name("lightning-automodel")), "fit", "--foo"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert (done.stdout, done.stderr) == ("", "lightning-automodel: error: there is no option --foo\n")
+
+
+def test_all_fields_of_the_configs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", MODEL, "--print_config"])
+    strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert strategy["init_args"]["config"]["init_args"] == FSDP2Config().to_dict()
+
+
+@pytest.mark.parametrize("name", ["DDPStrategy", "ddp"])
+def test_ddp_means_ours(name: str) -> None:
+    parsed = Built(["fit", MODEL, f"--trainer.strategy={name}"])
+    assert type(parsed.trainer.strategy) is DDPStrategy
+
+
 def test_only_the_first_process_of_a_node_says_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +129,13 @@ class Parsed(AutomodelCLI):
 
     def instantiate_classes(self) -> None:
         self.trainer = self.model = None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+class Built(AutomodelCLI):
+    """Stops before anything runs."""
 
     def _run_subcommand(self, subcommand: str) -> None:
         pass

@@ -17,14 +17,22 @@ ATTRIBUTES = {
     "torch:ops.aten": (
         "_is_any_true",
         "_grouped_mm",
+        "_local_scalar_dense",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_to_copy",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
-    "torch:": ("_assert_async", "_dynamo", "_foreach_mul_", "_foreach_norm", "_inductor"),
+    "torch:_C": ("_current_graph_task_id", "_nn"),
+    "torch:_C._nn": ("_parse_to",),
+    "torch:UntypedStorage": ("_cdata",),
+    "torch._subclasses.fake_tensor:": ("_DISPATCH_META_HANDLERS",),
+    "torch:": ("_C", "_assert_async", "_dynamo", "_foreach_mul_", "_foreach_norm", "_inductor"),
     "torch:Tensor": ("_base", "_make_wrapper_subclass", "_version"),
-    "torch:ops.aten.mm.default": ("_schema",),
+    "torch:ops.aten.mm.default": ("_overloadpacket", "_schema"),
     "torch.amp:GradScaler": ("_unscale_grads_",),
-    "torch.distributed.tensor:DTensor": ("_spec",),
+    "torch.distributed.tensor:DTensor": ("_local_tensor", "_spec"),
     "torch.optim:AdamW": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_step_supports_amp_scaling"),
     "torch._inductor.config:": ("_micro_pipeline_tp",),
     "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
@@ -32,7 +40,14 @@ ATTRIBUTES = {
     "torch.distributed:ProcessGroup": ("_device_types", "_get_backend"),
     "torch.distributed:ProcessGroupGloo._Options": ("_timeout",),
     "torch.distributed.distributed_c10d:": ("_set_pg_timeout",),
-    "torch.distributed.device_mesh:DeviceMesh": ("_concatenate", "_flatten", "_get_root_mesh", "_pg_registry"),
+    "torch.distributed.device_mesh:DeviceMesh": (
+        "_concatenate",
+        "_flatten",
+        "_flatten_mapping",
+        "_get_root_mesh",
+        "_pg_registry",
+        "_unflatten",
+    ),
     "torch.nn:Module": (
         "_apply",
         "_buffers",
@@ -42,7 +57,12 @@ ATTRIBUTES = {
         "_non_persistent_buffers_set",
         "_parameters",
     ),
-    f"{FSDP}._fsdp_param:FSDPParam": ("_get_grad_inner_tensor", "_unsharded_param"),
+    f"{FSDP}._fsdp_param:FSDPParam": (
+        "_get_grad_inner_tensor",
+        "_setattr_on_modules",
+        "_sharding_spec",
+        "_unsharded_param",
+    ),
     f"{FSDP}._fsdp_param_group:FSDPParamGroup": ("_partial_reduce_output",),
     f"{FSDP}._fsdp_state:FSDPState": ("_auto_reshard_after_forward", "_fsdp_param_groups"),
     f"{PL}:LightningModule": ("_compiler_ctx", "_device", "_device_mesh"),
@@ -141,7 +161,7 @@ INHERITED = {
 }
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
-OWN = {"_connector", "_loop", "_requeue"}
+OWN = {"_backward", "_connector", "_holds", "_loop", "_place", "_requeue"}
 """Attributes of classes in _compat."""
 
 OPTIONAL = {"_distributed", "_use_count"}

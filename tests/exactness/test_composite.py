@@ -1,7 +1,11 @@
 """A vision-language model whose tower is frozen, on batches of which only some hold images."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
@@ -11,6 +15,7 @@ from lightning_automodel.modules.structure import find_towers
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Batch, Schedule, compare
+from tests.support.run_family import Outcome, Run, probe, run_all
 from tests.support.training import Recorder, make_trainer, world_size
 from tests.support.training import batches as text
 
@@ -63,6 +68,25 @@ def error(policy: str, sizes: dict[str, int], world: int) -> tuple[float, str]:
 def test_a_batch_without_images_on_some_ranks(policy: str, pool2: Pool, pool4: Pool) -> None:
     for pool, sizes in ((pool2, {"dp_shard": 2}), (pool4, {"dp_shard": 2, "tp": 2})):
         for largest, name in pool.run(error, policy, sizes, pool.world_size):
+            assert largest <= 1e-5, name
+
+
+def adapted() -> nn.Module:
+    """Its embedding frozen, and adapters on tower, projector and language model."""
+    model: Any = get_peft_model(
+        build(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, lora_alpha=1)
+    )
+    return model.get_base_model()
+
+
+def error_of_adapters(sizes: dict[str, int]) -> tuple[float, str]:
+    """Runs on each rank."""
+    return compare(adapted, sizes, dist.get_world_size(), draw=draw).largest
+
+
+def test_adapters_on_batches_without_images_on_some_ranks(pool2: Pool, pool4: Pool) -> None:
+    for pool, sizes in ((pool2, {"dp_shard": 2}), (pool4, {"dp_shard": 2, "tp": 2})):
+        for largest, name in pool.run(error_of_adapters, sizes):
             assert largest <= 1e-5, name
 
 
@@ -139,3 +163,18 @@ def losses_of_two_calls() -> list[float]:
 def test_a_replicated_tower_stays_so_in_the_next_call(pool2: Pool) -> None:
     for found in pool2.run(losses_of_two_calls, trainer=True):
         assert len(found) == 2
+
+
+def without_towers() -> list[Outcome]:
+    """Runs on each rank: features are made by plain modules, and images are on some data ranks only."""
+    family, schedule = "gemma4_unified", Schedule(steps=1, clip=None)
+    runs = {adapter: Run(sizes={"dp_shard": 2}, schedule=schedule, adapter=adapter) for adapter in ("", "all-linear")}
+    return list(run_all(family, runs, probe(family).inputs, double=True).values())
+
+
+@pytest.mark.long
+def test_a_family_without_towers(pool2: Pool) -> None:
+    for found in pool2.run(without_towers, timeout=240.0):
+        for outcome in found:
+            assert outcome.failure == ""
+            assert outcome.error <= 1e-9, outcome

@@ -31,13 +31,13 @@ FROM_FILES = ("fused", "images")
 """Kinds of which both sides read their weights from files; the others begin with a model in memory."""
 
 
-def errors(runs: dict[str, Run], directory: Path | None = None) -> dict[str, tuple[float, str]]:
-    """Runs on each rank: the largest error of each family."""
+def errors(runs: dict[str, Run], directory: Path | None = None, double: bool = False) -> dict[str, tuple[float, str]]:
+    """Runs on each rank: the largest error of each family, computed in float64 if ``double``."""
     found = {}
     for family, run in runs.items():
         inputs = find_inputs(tiny_model(family).train()) if family in image_text_families() else None
         place = directory / family if directory else None
-        found[family] = differences(family, run, inputs, directory=place).largest
+        found[family] = differences(family, run, inputs, double, place).largest
     return found
 
 
@@ -49,7 +49,8 @@ def check(results: Iterable[dict[str, tuple[float, str]]]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_clipped_steps_of_two_micro_batches_on_a_mesh(kind: str, pool4: Pool) -> None:
     runs = {f: Run(sizes=MESH, schedule=Schedule(), changes=CHANGES.get(f, {})) for f in KINDS[kind]}
-    check(pool4.run(errors, runs, with_directory=kind in FROM_FILES))
+    # Recurrent mixers amplify rounding: in float32 the last digits of some processors are more than the bound.
+    check(pool4.run(errors, runs, double=kind == "recurrent", with_directory=kind in FROM_FILES))
 
 
 def test_more_ranks_than_key_value_heads(pool4: Pool) -> None:

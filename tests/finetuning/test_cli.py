@@ -1,9 +1,11 @@
 """The command trains, evaluates and predicts, and answers a mistake with one line."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from lightning_automodel.cli import main
 
@@ -52,9 +54,13 @@ def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsy
     assert "train/tokens_per_second" in capsys.readouterr().out
     saved = yaml.safe_load((tmp_path / "run/lightning_logs/version_0/config.yaml").read_text())
     assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
-    for command in ("validate", "test", "predict"):
+    for command in ("validate", "test"):
         main([command, *common])
     assert "test/loss" in capsys.readouterr().out
+    main(["predict", *common, "--data.predict_files=*.txt", "--data.batch_size=3", "--output=scores.jsonl"])
+    rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [row["source"] for row in rows if row["first_token"] == 0] == [f"{index}.txt" for index in range(8)]
+    assert all(row["log_likelihood"] < 0 < row["tokens"] <= 31 for row in rows)
 
 
 def test_an_adapter_by_switches(config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,8 +74,24 @@ def test_an_adapter_by_switches(config: Path, tmp_path: Path, caplog: pytest.Log
     assert "parameters train" in caplog.text
 
 
-def test_our_refusals_are_one_line_and_exit_code_1(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_refusals_are_one_line_and_exit_code_1(
+    config: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder_decoder = tmp_path / "t5"
+    encoder_decoder.mkdir()
+    (encoder_decoder / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    (encoder_decoder / "model.safetensors").touch()
+    larger = tmp_path / "larger"
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_tokens([*(f"<{index}>" for index in range(len(tokenizer), 320)), "sleeps"])
+    tokenizer.save_pretrained(larger)
     mistakes = {
+        f"--model.model={encoder_decoder}": "is an encoder-decoder (T5Config)",
+        f"--data.tokenizer={larger}": "the data hold token 320 of tokenizer",
+        "--data.cache_dir=/proc/x": "--data.cache_dir=/proc/x: nothing can be written there (No such file",
+        "--trainer.default_root_dir=/proc/x": "--trainer.default_root_dir=/proc/x: nothing can be written there",
+        "--trainer.devices=x": "`devices` selected with `CPUAccelerator` should be an int > 0.",
+        "--trainer.accelerator=cuda": "`CUDAAccelerator` can not run on your system",
         "--model.model=/nowhere/model": "model='/nowhere/model' is not a directory",
         "--model.model=no/such": "'no/such' is no directory (here: ",
         "--data.sequence_length=1": "sequence_length=1: a row needs 2 tokens",

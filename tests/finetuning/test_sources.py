@@ -30,10 +30,11 @@ def test_any_other_file_is_one_document(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"text": ', "not JSON"),
-        ("[1, 2]", "a list; each line holds one object"),
-        ('{"prompt": "q"}', r"keys \['prompt'\] make no record"),
+        ("[1, 2]", "a list; a record is an object"),
+        ('{"prompt": "q"}', "keys prompt make no record"),
         ('{"text": 3}', "'text' is a int"),
         ('{"prompt": "q", "completion": null}', "'completion' is a NoneType"),
+        (r'{"text": "a\ud83d b"}', "ud83d is half of a pair of surrogates"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"content": "x"}]}', "message 0 must be an object"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message has the role 'assistant'"),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel import parallelizer
+from lightning_automodel import FSDP2TPStrategy, parallelizer
 from lightning_automodel.parallel import megatron_fsdp
+from lightning_automodel.parallel.setup import FSDP2Setup
 from tests.plans.support import build_llama
 
 ALL = inspect.Parameter.empty
@@ -72,11 +73,13 @@ SIGNATURES = {
         "cp_mesh_name": "cp",
         "tp_mesh_name": "tp",
     },
-    "apply_fsdp2_sharding_recursively": {"module": ALL, "mesh": ALL, "mp_policy": ALL, "offload_policy": None}
+    "apply_fsdp2_sharding_recursively": {"module": ALL, "mesh": ALL, "mp_policy": None, "offload_policy": None}
     | PREFETCH
     | {"reshard_after_forward": None, "fully_shard_fn": None},
     "get_hf_tp_shard_plan": {"model": ALL},
+    "get_hf_tp_plan": {"model": ALL},
     "translate_to_torch_parallel_style": {"style": ALL},
+    "translate_parallel_style": {"style": ALL},
     "validate_tp_mesh": {"model": ALL, "tp_mesh": ALL},
     "validate_tp_mesh_for_nemotron_nas": {"model": ALL, "tp_size": ALL},
     "get_lm_ac_layers": {"model": ALL},
@@ -99,9 +102,26 @@ def test_signature(name: str) -> None:
     assert list(found.items()) == list(SIGNATURES[name].items())
 
 
+@pytest.mark.parametrize("name", ["HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel"])
+def test_video_transformers_are_checkpointed_unless_told_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(
+        FSDP2Setup, "apply", lambda self, model, mesh: found.append(self.config.activation_checkpointing)
+    )
+    strategy, mesh = parallelizer.PARALLELIZATION_STRATEGIES[name], None
+    strategy.parallelize(build_llama(), mesh)  # type: ignore[arg-type]
+    strategy.parallelize(build_llama(), mesh, activation_checkpointing=False)  # type: ignore[arg-type]
+    assert found == [True, False]
+
+
+def test_a_pipeline_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"FSDP2TPStrategy\(pp=2\): there is no pipeline parallelism; use tp"):
+        FSDP2TPStrategy(pp=2)
+
+
 def test_every_name_is_exported() -> None:
     expected = {name.split(".")[0] for name in SIGNATURES}
-    expected |= {"HAVE_MEGATRON_FSDP", "PARALLELIZATION_STRATEGIES", "DefaultParallelizationStrategy"}
+    expected |= {"HAVE_MEGATRON_FSDP", "HAVE_NVFSDP", "PARALLELIZATION_STRATEGIES", "DefaultParallelizationStrategy"}
     assert expected <= set(parallelizer.__all__)
     assert all(hasattr(parallelizer, name) for name in parallelizer.__all__)
 

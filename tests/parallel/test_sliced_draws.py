@@ -28,7 +28,16 @@ CASES = [
     ("phi", "sdpa", FSDP2Config(activation_checkpointing=True)),
     ("phi", "sdpa", FSDP2Config(enable_compile=True, compile_backend="aot_eager")),  # not with a graph's own numbers
     ("mixtral", "sdpa", FSDP2Config(sequence_parallel=True)),
-    ("phimoe", "eager", FSDP2Config(activation_checkpointing=True)),
+    ("phimoe", "eager", FSDP2Config(activation_checkpointing="submodule")),  # writes through a view of what enters
+    (
+        "minimax",
+        "eager",
+        FSDP2Config(activation_checkpointing=True),
+    ),  # its residual stream is what the router writes to
+    ("minimax", "sdpa", FSDP2Config(sequence_parallel=True, activation_checkpointing="submodule")),
+    ("longcat_flash", "sdpa", FSDP2Config(sequence_parallel=True)),  # draws behind experts, which look at values
+    ("inkling2_text", "eager", FSDP2Config()),  # a kernel that drops nothing runs beside attention that does
+    ("minimax", "sdpa", FSDP2Config(enable_compile=True, compile_backend="aot_eager")),
 ]
 
 

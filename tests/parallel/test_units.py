@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import DP_SHARD_CP, axis
-from lightning_automodel.modules.structure import find_large_ends
+from lightning_automodel.modules.structure import find_blocks, find_large_ends
 from lightning_automodel.parallel.autocast import widen_stream
 from lightning_automodel.parallel.fsdp2_units import group_blocks
 from lightning_automodel.parallelizer import (
+    DefaultParallelizationStrategy,
     apply_fsdp2_sharding_recursively,
     parallelize,
     unshard_fsdp2_model,
@@ -31,7 +32,7 @@ EXACT = MixedPrecisionPolicy()
 
 def shard_lists(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     data = axis(mesh, DP_SHARD_CP)
-    apply_fsdp2_sharding_recursively(model, data, EXACT)
+    apply_fsdp2_sharding_recursively(model, data)
     assert all(isinstance(layer, FSDPModule) for layer in model.get_submodule("model.layers"))
     assert not isinstance(model, FSDPModule)
     fully_shard(model, mesh=data)
@@ -46,6 +47,36 @@ def list_error() -> tuple[float, str]:
 def test_members_of_lists_are_sharded(pool2: Pool) -> None:
     for error, where in pool2.run(list_error):
         assert error <= BOUND, where
+
+
+def shard_by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    sharded: list[nn.Module] = []
+
+    def shard(module: nn.Module, **arguments: Any) -> nn.Module:
+        sharded.append(module)
+        return fully_shard(module, **arguments)
+
+    DefaultParallelizationStrategy().parallelize(model, mesh, EXACT, fully_shard_fn=shard)
+    assert sharded == [*model.get_submodule("model.layers").children(), model]
+    return model
+
+
+def error_by_hand(sizes: dict[str, int]) -> tuple[float, str]:
+    """Runs on each rank."""
+    return compare(build_llama, sizes, 2, SCHEDULE, make_parallel=shard_by_hand).largest
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}])
+def test_the_default_strategy_shards_by_the_given_function(pool2: Pool, sizes: dict[str, int]) -> None:
+    for error, where in pool2.run(error_by_hand, sizes):
+        assert error <= BOUND, where
+
+
+def test_blocks_in_a_dict_are_blocks() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(index): nn.Linear(2, 2) for index in range(3)})
+    model.heads = nn.ModuleDict({"policy": nn.Linear(2, 2), "value": nn.Sequential(nn.Linear(2, 1))})
+    assert list(find_blocks(model)) == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_nested_lists_and_the_last_member() -> None:

@@ -1,5 +1,6 @@
 """Choosing a plan: the user's in every form, one that is registered, the model's own, or an error that says more."""
 
+import copy
 import logging
 
 import pytest
@@ -15,11 +16,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import LlamaForCausalLM, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed import logs
 from lightning_automodel.parallelizer import (
+    get_hf_tp_plan,
     get_hf_tp_shard_plan,
     import_class_from_path,
     import_classes_from_paths,
@@ -29,8 +32,9 @@ from lightning_automodel.parallelizer import (
 )
 from lightning_automodel.plans import select_plan
 from lightning_automodel.plans.additions import ADDITIONS
+from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.plans.styles import STYLES
-from lightning_automodel.plans.torch_styles import name_of_style
+from lightning_automodel.plans.torch_styles import ReplicatedWithGradAllReduce, name_of_style
 from lightning_automodel.testing.pool import Pool
 from tests.plans import support
 from tests.plans.support import BOUND, OPT_PLAN, SCHEDULE, build_llama, build_opt
@@ -222,6 +226,7 @@ TRANSLATED = {
     "rowwise_split_input": RowwiseParallel,
     "embedding_rowwise": RowwiseParallel,
     "embedding_colwise": ColwiseParallel,
+    "replicated_with_grad_allreduce": ReplicatedWithGradAllReduce,
 }
 
 
@@ -242,19 +247,81 @@ def test_translation_of_an_unknown_name() -> None:
 def test_plans_that_torch_cannot_apply() -> None:
     with pytest.raises(ValueError, match="OPTForCausalLM publishes no tensor-parallel plan"):
         get_hf_tp_shard_plan(build_opt())
-    with pytest.raises(ValueError, match=r"styles that torch lacks: {.*gate_up_proj': 'packed_colwise'"):
-        get_hf_tp_shard_plan(tiny_model("mixtral"))
+    with pytest.raises(ValueError, match=r"styles that torch lacks: {.*kv_a_proj_with_mqa': 'mla_kv_a_proj'"):
+        get_hf_tp_shard_plan(tiny_model("deepseek_v2"))
 
 
-def logits_by_torch() -> float:
-    """Runs on each rank: difference of the logits after torch's own parallelization with the model's plan."""
-    model, ids = tiny_model("llama"), torch.arange(3, 27)[None]
-    expected = model(ids).logits
+def gradients_by_torch(family: str) -> float:
+    """Runs on each rank: difference of logits and all gradients after torch's own parallelization with the plan."""
+    model, ids = tiny_model(family), torch.arange(3, 27)[None]
+    whole = copy.deepcopy(model)
+    expected = whole(ids).logits
+    expected.square().mean().backward()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    logits = parallelize_module(model, mesh, get_hf_tp_shard_plan(model))(ids).logits
-    assert isinstance(model.lm_head.weight, DTensor)
-    return (logits - expected).abs().max().item()
+    parallelize_module(model, mesh, get_hf_tp_plan(model))
+    model.tie_weights()
+    logits = model(ids).logits
+    assert logits.placements == (Shard(2),)
+    logits.full_tensor().square().mean().backward()
+    differences = [(logits.full_tensor() - expected).abs().max().item()]
+    for (name, one), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            found = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            differences.append(((found - other.grad).norm() / other.grad.norm().clamp(min=1e-12)).item())
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, DTensor)
+    assert embedding.placements == (Shard(0),)
+    return max(differences)
 
 
-def test_the_plan_in_torch_styles_works_with_torch(pool2: Pool) -> None:
-    assert max(pool2.run(logits_by_torch)) < 1e-5
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "mixtral"])
+def test_the_plan_in_torch_styles_works_with_torch(pool2: Pool, family: str) -> None:
+    assert max(pool2.run(gradients_by_torch, family)) < 1e-4
+
+
+# ---- code of the hub -------------------------------------------------------------------------------------------------
+
+
+class DeciLMConfig(LlamaConfig):
+    """As that of the hub's code: no plan, and what a search chose for each layer."""
+
+    model_type = "nemotron-nas"
+    base_model_tp_plan = None
+
+
+class DeciLMForCausalLM(LlamaForCausalLM):
+    """A Llama of which each layer has heads of its own number, and the second no feed-forward."""
+
+    config_class = DeciLMConfig
+    _tp_plan = None
+
+
+class NoFeedForward(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+
+def build_nemotron_nas() -> nn.Module:
+    torch.manual_seed(0)
+    config = DeciLMConfig(**build_llama().config.to_diff_dict() | {"model_type": "nemotron-nas"})
+    groups = [2, 4, *[2] * (config.num_hidden_layers - 2)]
+    config.block_configs = [{"attention": {"n_heads_in_group": groups[i]}} for i in range(config.num_hidden_layers)]
+    model = DeciLMForCausalLM(config)
+    for i, layer in enumerate(model.model.layers):
+        own = copy.deepcopy(config)
+        own.num_key_value_heads = config.num_attention_heads // groups[i]
+        layer.self_attn = LlamaAttention(own, i)
+    model.model.layers[1].mlp = NoFeedForward()
+    return model
+
+
+def error_of_nemotron_nas() -> tuple[float, str]:
+    """Runs on each rank."""
+    return compare(build_nemotron_nas, {"tp": 2}, 2, SCHEDULE, make_parallel=parallelize).largest
+
+
+def test_nemotron_nas_has_a_plan(pool2: Pool) -> None:
+    assert known_rules(build_nemotron_nas()) == ADDITIONS["DeciLMForCausalLM"]
+    for error, where in pool2.run(error_of_nemotron_nas):
+        assert error <= BOUND, where

@@ -40,6 +40,9 @@ class Layer(L.LightningModule):
         loss = self.layer(batch).square().mean()
         return None if self.skips else loss
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
 
@@ -74,6 +77,36 @@ def test_a_connected_module_is_saved_without_a_run(name: str, tmp_path: Path) ->
 def test_a_trainer_can_be_copied(name: str) -> None:
     copied = copy.deepcopy(make_trainer(STRATEGIES[name]()))
     assert isinstance(copied.strategy, STRATEGIES[name])
+
+
+class Renamed(Layer):
+    """Reads what a module with other names has saved."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.found = super().load_state_dict({"layer." + name.partition(".")[2]: x for name, x in state_dict.items()})
+        return self.found
+
+
+class Named(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.layer = self.layer, None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.other(batch).square().mean()
+
+
+def run_renamed(name: str, directory: Path) -> dict[str, Any]:
+    saved = fit(name, Named(), directory, 1)
+    read = Renamed()
+    make_trainer(STRATEGIES[name]()).validate(read, [torch.ones(1, 4)], ckpt_path=directory / "epoch=0.ckpt")
+    return {"equal": torch.equal(whole(read.layer.weight), whole(saved.other.weight)), "found": tuple(read.found)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_modules_own_load_state_dict_renames_entries(nursery: Nursery, name: str, tmp_path: Path) -> None:
+    for found in Pool(nursery, 2).run(run_renamed, name, tmp_path, trainer=True):
+        assert found == {"equal": True, "found": ([], [])}
 
 
 def fit(strategy: str, module: Layer, directory: Path, epochs: int, resume: Path | None = None) -> Layer:

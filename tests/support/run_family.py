@@ -54,8 +54,8 @@ class Run:
     def world(self) -> int:
         """Number of ranks."""
         world = 1
-        for size in self.sizes.values():
-            world *= size
+        for name, size in self.sizes.items():
+            world *= 1 if name == "ep" else size
         return world
 
 

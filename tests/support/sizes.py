@@ -116,12 +116,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         _LATENT,
     ),
     **dict.fromkeys(("youtu", "dots3_note_text", "mistral_large4_text"), _LATENT),
-    "glm5_next_text": {**_LATENT, "qk_rope_head_dim": 0},
+    "glm5_next_text": {**_LATENT, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm_ocr_text"), _mrope(4, 4, 4)
     ),
     "glm4v_moe_text": _mrope(2, 2, 2, partial_rotary_factor=0.5),
     **dict.fromkeys(("paddleocr_vl_text", "hunyuan_vl_text", "cosmos3_edge_text"), _mrope(4, 2, 2)),
+    **_all("beam", "step3p5", mlp_layer_types=["dense", "sparse"]),
     "granitemoehybrid": {"mamba_n_heads": 12},
     "helium": {"head_dim": 24},
     # published configs have it, the class's own lacks a default

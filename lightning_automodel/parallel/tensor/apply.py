@@ -20,7 +20,7 @@ A boundary: ``self_attn`` with 8 heads of width 2, two key/value heads and tp=4:
 Everything is installed as forward hooks and instance attributes that a ``copy.deepcopy`` of the model carries along.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -44,15 +44,21 @@ from lightning_automodel.parallel.tensor.recorded_shares import install_recorded
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
 from lightning_automodel.parallel.tensor.stream import Stream
+from lightning_automodel.parallel.tensor.written_inputs import install_written_inputs
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.styles import Enter, Leave
 
 Transform = Callable[[Tensor], Tensor]
-NOISES = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
-"""Attributes of routers that are multiplied by noise while they train."""
 
 
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, *, is_final: bool = False) -> None:
+def apply_tensor_parallel(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    layout: Layout,
+    *,
+    is_final: bool = False,
+    gathered_alone: Iterable[str] = (),
+) -> None:
     """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device.
 
     Args:
@@ -60,6 +66,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout,
         tp_mesh: one axis.
         layout: of ``model``.
         is_final: no stage after this one reduces gradients.
+        gathered_alone: modules inside of blocks whose own parameters are there only while the module runs.
     """
     twins = find_twins(model)
     for name, attributes in layout.attributes.items():
@@ -69,8 +76,9 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout,
     streams: dict[str, Stream] = {}
     if layout.sequence is not None:
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
+    install_written_inputs(model, layout, streams)
     install_recorded_shares(model, tp_mesh.size(), layout)
-    install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final)
+    install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
     follow_partial_sums(model, layout)
     cut = sum(not found.placement.is_replicate() for found in layout.parameters.values())
@@ -121,24 +129,11 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
             _install_row_norm(module, group)
             continue
         if enter := _enter_function(module_layout.enter, group):
-            if _writes_into_input(module):
-                enter = _cloned(enter)
             all_inputs = module_layout.enter is Enter.COPY_ALL
             module.register_forward_pre_hook(_Around(enter, all_inputs).enter, with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):
             all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
             module.register_forward_hook(_Around(leave, all_outputs).leave)
-
-
-def _writes_into_input(module: nn.Module) -> bool:
-    """Tells whether a router multiplies what enters by noise, in place: not allowed to what a collective returns as
-    it is.
-    """
-    return any(getattr(m, name, None) for m in module.modules() for name in NOISES)
-
-
-def _cloned(function: Transform) -> Transform:
-    return lambda x: function(x).clone()
 
 
 def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:

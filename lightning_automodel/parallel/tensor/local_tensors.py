@@ -4,6 +4,7 @@ They are put there by hooks around the block, and around the model for what lies
 the backward pass puts them there again.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
+from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
 from lightning_automodel.parallel.activation_checkpoint import has_switch
 from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout, ParameterLayout
@@ -60,6 +62,7 @@ def install_local_tensors(
     streams: dict[str, Stream] | None = None,
     *,
     is_final: bool = False,
+    gathered_alone: Iterable[str] = (),
 ) -> None:
     """Shows modules local tensors as parameters during the forward pass of a block, and of the model for the rest.
 
@@ -71,16 +74,19 @@ def install_local_tensors(
         layout: how they lie on it.
         streams: of the blocks whose stream is cut on the sequence.
         is_final: no other stage reduces gradients, so partial ones are summed over ``tp_mesh`` here.
+        gathered_alone: modules inside of blocks that show their own parameters themselves.
     """
     first, last = find_large_ends(model)
-    own = [*find_blocks(model), *first, *last]
-    swaps = {name: ParameterSwap(stored=DTensor) for name in ("", *own)}
+    own, alone = [*find_blocks(model), *first, *last], set(gathered_alone)
+    swaps = {name: ParameterSwap(stored=DTensor) for name in ("", *own, *alone)}
     for module_name, module in model.named_modules():
-        owner_name = outermost(own, module_name) or ""
+        of_layer = name_without_wrappers(module_name)
+        is_alone = of_layer in alone and not is_wrapper(module)
+        owner_name = of_layer if is_alone else outermost(own, module_name) or ""
         for name in own_parameters(module):
             parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
             if parameter_layout is not None:
-                stream = (streams or {}).get(owner_name) if parameter_layout.sliced else None
+                stream = (streams or {}).get(outermost(own, module_name) or "") if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
                 swaps[owner_name].add(module, name, _local_tensor(parameter_layout, size, tp_mesh, stream, is_final))
     for name, swap in swaps.items():

@@ -67,7 +67,7 @@ def draws_in_slices(block: nn.Module) -> bool:
 
 def _plan_draws(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if block.training:
-        block.__dict__[_DRAWS].begin(args, kwargs)
+        block.__dict__[_DRAWS].begin(block, args, kwargs)
 
 
 def _around(block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -159,7 +159,7 @@ class _Plan:
     @property
     def is_whole(self) -> bool:
         """Tell whether nothing is cut, once all has been drawn."""
-        seen = len(self.cuts) == len(self.whole.shapes) and self.whole.is_complete
+        seen = len(self.cuts) == len(self.whole.shapes) and self.whole.is_complete and not self.whole.passed_over
         return seen and all(cut == _WHOLE for cut in self.cuts.values())
 
 
@@ -180,11 +180,13 @@ class _BlockDraws:
         self._plans: dict[int | None, _Plan] = {}
         self._is_running = False
         self._draws = True
+        self._parts: set[str] = set()
+        self._inside = 0
 
     def __deepcopy__(self, memo: dict) -> "_BlockDraws":
         return _BlockDraws(self.group, copy.deepcopy(self.twin, memo), self.stream)
 
-    def begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a forward pass in training: find the length of its slices, and what the twin draws at that length."""
         value = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if self.stream is not None and value is not None and value.ndim > 2:
@@ -192,8 +194,23 @@ class _BlockDraws:
         if self.is_watched and self.length not in self._plans:
             plan = _Plan(whole_draws(self.twin, args, kwargs, self._length_of))
             self._plans[self.length] = plan
-            self._draws = not plan.whole.is_complete or bool(plan.whole.shapes)
+            self._draws = not plan.whole.is_complete or bool(plan.whole.shapes or plan.whole.passed_over)
             self.is_watched = self._draws
+            self._note_parts(block, plan.whole.passed_over)
+
+    def _note_parts(self, block: nn.Module, names: list[str]) -> None:
+        """Count, from now on, the parts that run and that the twin has passed over."""
+        for name in set(names) - self._parts:
+            part = block.get_submodule(name)
+            part.register_forward_pre_hook(self._enter_part)
+            part.register_forward_hook(self._leave_part, always_call=True)
+        self._parts |= set(names)
+
+    def _enter_part(self, *_: Any) -> None:
+        self._inside += 1
+
+    def _leave_part(self, *_: Any) -> None:
+        self._inside -= 1
 
     def _length_of(self, value: Tensor) -> int | None:
         """Tokens of the whole sequence that ``value`` is a slice of; FSDP2 hands on a tensor without the attribute."""
@@ -230,8 +247,8 @@ class _BlockDraws:
     def draw(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Carries out one operation that draws."""
         local = shape_of_draw(args)
-        cut = self._cut_of(local)
-        self.place += 1
+        cut = _UNKNOWN if self._inside else self._cut_of(local)
+        self.place += not self._inside
         if cut == _WHOLE:
             return func(*args, **kwargs)
         if not isinstance(cut, _Cut):
@@ -263,7 +280,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_draw(func, args):
+        if is_draw(func, args, kwargs or {}):
             return self._draws.draw(self._name, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

@@ -1,8 +1,10 @@
 """Finds what a block would draw on one process: its twin, whole and without memory, runs on meta and notes shapes."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightning_automodel._compat.modules import own_buffers, own_parameters, remove_hooks
-from lightning_automodel._compat.tensors import TorchDispatchMode
+from lightning_automodel._compat.tensors import TorchDispatchMode, argument_of
 from lightning_automodel._compat.transformers import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
@@ -40,11 +42,14 @@ class WholeDraws:
         shapes: of the draws, in order.
         is_complete: there are no others; else the twin could not go on.
         rows: of the batch.
+        passed_over: modules below it that look at values, by name: they were taken to hand on what enters them, as
+            experts do. What they draw is not known.
     """
 
     shapes: list[torch.Size]
     is_complete: bool
     rows: int
+    passed_over: list[str] = field(default_factory=list)
 
 
 def whole_draws(
@@ -64,15 +69,47 @@ def whole_draws(
         kwargs["attention_mask"] = None
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim), None)
     rows = 1 if first is None else first.shape[0]
-    noted, states, is_complete = _Note(), generator_states(), True
+    noted, states, is_complete, passed_over = _Note(), generator_states(), True, set[str]()
     try:
-        with torch.no_grad(), noted:
+        with torch.no_grad(), noted, _passing_over(twin, noted, passed_over):
             twin.train()(*args, **kwargs)
-    except Exception:  # experts look at values, kernels at memory: what came before is known all the same
+    except Exception:  # the block itself looks at values, or a kernel at memory: what came before is known all the same
         is_complete = False
     finally:
         restore_generators(states)
-    return WholeDraws(shapes=noted.shapes, is_complete=is_complete, rows=rows)
+    return WholeDraws(shapes=noted.shapes, is_complete=is_complete, rows=rows, passed_over=sorted(passed_over))
+
+
+@contextmanager
+def _passing_over(twin: nn.Module, noted: "_Note", found: set[str]) -> Generator[None, None, None]:
+    """Let modules below ``twin`` that fail before they draw return their first argument; ``found`` gets their names."""
+    changed = []
+    for name, module in twin.named_modules():
+        if name and isinstance(module.forward, MethodType):
+            changed.append((module, module.__dict__.get("forward")))
+            module.forward = _tried(name, module.forward, noted, found)
+    try:
+        yield
+    finally:
+        for module, forward in changed:
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def _tried(name: str, forward: Callable, noted: "_Note", found: set[str]) -> Callable:
+    def try_it(*args: Any, **kwargs: Any) -> Any:
+        before = len(noted.shapes)
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            if first is None or len(noted.shapes) > before:
+                raise
+            found.add(name)
+            return torch.empty_like(first)
+
+    return try_it
 
 
 def _on_meta(value: Any, length_of: Callable[[Tensor], int | None]) -> Any:
@@ -99,9 +136,10 @@ def shape_of_draw(args: Sequence[Any]) -> torch.Size:
     return first.shape
 
 
-def is_draw(operation: Any, args: Sequence[Any]) -> bool:
-    """Tells whether ``operation`` draws from the default generators."""
-    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and bool(args)
+def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether ``operation`` draws from the default generators; attention that drops nothing does not."""
+    may_draw = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()) and bool(args)
+    return may_draw and argument_of(operation, "dropout_p", args, kwargs) != 0
 
 
 class _Note(TorchDispatchMode):
@@ -112,7 +150,7 @@ class _Note(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_draw(func, args):
+        if is_draw(func, args, kwargs or {}):
             self.shapes.append(shape_of_draw(args))
         return func(*args, **(kwargs or {}))
 

@@ -43,6 +43,17 @@ def find_last(trainer: "pl.Trainer", found: str | Path | None) -> str | Path | N
     return newest
 
 
+def newest_of(trainer: "pl.Trainer") -> str | None:
+    """Find the newest complete checkpoint that a fit of ``trainer`` can go on from, by any name."""
+    times: dict[str, datetime] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
+            folder = Location.of(checkpoint_folder(callback, trainer))
+            found = _complete_ones(folder, callback.FILE_EXTENSION)
+            times.update({str(path): time for path, time in found if not path.is_link()})
+    return max(times, key=times.__getitem__, default=None)
+
+
 class Replacement:
     """The checkpoint that a run starts from in place of a damaged one, if it was asked for the last."""
 

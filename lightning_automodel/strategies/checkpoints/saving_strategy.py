@@ -25,6 +25,7 @@ from lightning_automodel.distributed.logs import logger
 from lightning_automodel.modules.adapted_bases import names_left_out
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
 from lightning_automodel.strategies.checkpoints.newest import Replacement
+from lightning_automodel.strategies.checkpoints.own_loading import load_through
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
 from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples
 from lightning_automodel.strategies.mesh import OnMesh
@@ -185,8 +186,11 @@ class SavingStrategy(OnMesh):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._module
 
+        def read(source: Mapping[str, Any], strict: bool) -> None:
+            restore_model(module, source, strict, names_left_out(module))
+
         def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
-            restore_model(module, checkpoint["state_dict"], strict, names_left_out(module))
+            load_through(module, checkpoint["state_dict"], strict, read)
 
         self._restoration.when_set_up(restore)
 

@@ -13,6 +13,8 @@ KINDS = {
     "allgather_": "all-gather",
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
 }
 
 

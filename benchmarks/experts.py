@@ -1,0 +1,247 @@
+"""What moves for a layer of experts, what a rank holds, and what a step takes: experts that are gathered, split or left
+where they are. Writes docs/experts_traffic.md.
+
+Bytes are counted while a step runs on four ranks: what a rank receives, of two more layers of the same model, so that
+all that is not a layer cancels. Memory is the peak of one step. Times are medians of alternating steps.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks._measure import Document, describe_machine
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.planner.watch import FORWARD, GRADIENTS, PARAMETERS, Watch
+from lightning_automodel.testing.pool import Nursery, Pool
+
+RANKS = 4
+MIB = 2**20
+EXPERTS, HIDDEN, INNER, CHOSEN = 32, 256, 128, 4
+TOKENS = (512, 2048, 8192)
+BYTES = 4  # float32
+KERNELS = ("eager", "grouped_mm", "batched_mm")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to bring tokens and experts together."""
+
+    sizes: dict[str, int]
+    whole: bool = False
+
+    def config(self, model: nn.Module) -> FSDP2Config:
+        """Make the switches, with the model's own plan of whole experts where it is asked for."""
+        plan: Any = {"extends": "model", **model.ep_plan} if self.whole else None  # type: ignore[dict-item]
+        return FSDP2Config(tp_plan=plan)
+
+
+WAYS = {
+    "gathered (dp_shard=4)": Way({"dp_shard": 4}),
+    "ep=2 (dp_shard=4)": Way({"dp_shard": 4, "ep": 2}),
+    "ep=4 (dp_shard=4)": Way({"dp_shard": 4, "ep": 4}),
+    "split inside (dp_shard=2 x tp=2)": Way({"dp_shard": 2, "tp": 2}),
+    "whole over tp (dp_shard=2 x tp=2)": Way({"dp_shard": 2, "tp": 2}, whole=True),
+}
+
+
+def main() -> None:
+    """Entry point of ``python -m benchmarks.experts``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each data rank")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--smoke", action="store_true", help="the smallest form: 64 tokens, one round")
+    document = Document("experts_traffic.md")
+    document.add_flag(parser)
+    arguments = parser.parse_args()
+    nursery = Nursery()
+    try:
+        tokens, rounds = ((64,), 1) if arguments.smoke else (arguments.tokens, arguments.rounds)
+        document.add(report(nursery, tokens, rounds))
+    finally:
+        nursery.close()
+    document.finish(arguments.write)
+
+
+def report(nursery: Nursery, tokens: Any, rounds: int) -> Iterator[str]:
+    """The page, line by line."""
+    yield "# What moves for a layer of experts"
+    yield ""
+    yield (
+        f"{describe_machine()}. Qwen3-MoE with {EXPERTS} experts of {HIDDEN} x {INNER}, {CHOSEN} per token, float32. "
+        "MiB that a rank receives for one layer in a step, the most memory that a step of two layers holds on it, and "
+        "its time, as a ratio to experts that are gathered. With tp=2 two ranks see the same "
+        "tokens, so the step has half as many. Written by `python -m benchmarks.experts --write`."
+    )
+    for count in tokens:
+        yield from ("", f"## {count} tokens on each data rank", "")
+        yield "| experts are | received, MiB | of it all-to-all | formula, MiB | held, MiB | ms per step | ratio |"
+        yield "|---|---|---|---|---|---|---|"
+        found = Pool(nursery, RANKS).run(measure, count, rounds, timeout=900)[0]
+        base = found["gathered (dp_shard=4)"]["ms"]
+        for name, row in found.items():
+            expected = f"{formula(WAYS[name], count) / MIB:.1f}"
+            yield (
+                f"| {name} | {row['received'] / MIB:.1f} | {row['exchanged'] / MIB:.1f} | {expected} | "
+                f"{row['held'] / MIB:.1f} | {row['ms']:.0f} | {row['ms'] / base:.2f} |"
+            )
+    yield from ("", "## Kernels of experts", "")
+    yield (
+        f"`experts_implementation`: milliseconds of forward and backward pass of one layer's {EXPERTS} experts on one "
+        "process, by the number of tokens; medians, and the ratio to eager."
+    )
+    yield from ("", f"| | {' | '.join(f'{count} tokens' for count in tokens)} |", "|---" * (len(tokens) + 1) + "|")
+    for name, row in Pool(nursery, 1).run(kernels, tokens, rounds, timeout=900)[0].items():
+        yield f"| {name} | {' | '.join(f'{ms:.0f} ({ratio:.2f})' for ms, ratio in row)} |"
+    yield ""
+    even = 3 * 3 * EXPERTS * INNER / (4 * CHOSEN)
+    yield (
+        "The formula counts experts only, with N data ranks: gathered, 2 gathers and a reduce-scatter of 3 E H I "
+        "numbers, times (N - 1) / N; with ep, 4 exchanges of T k H numbers, times (ep - 1) / ep, and what is gathered "
+        f"over N / ep ranks of 1 / ep of the experts. ep=N moves less below T = 9 E I / (4 k) tokens per rank, here "
+        f"{even:.0f}; in bfloat16 with gradients reduced in float32, below 3 E I / k. Where tp splits or divides the "
+        "experts, no token travels, and the boundary sums H numbers of each token twice."
+    )
+
+
+def formula(way: Way, tokens: int) -> float:
+    """Bytes that a rank receives for the experts of a layer in a step."""
+    shards, ep, tp = way.sizes["dp_shard"], way.sizes.get("ep", 1), way.sizes.get("tp", 1)
+    efsdp, numbers = shards // ep, 3 * EXPERTS * HIDDEN * INNER / (ep * tp)
+    gathered = 3 * numbers * (efsdp - 1) / efsdp
+    travelling = 4 * tokens * CHOSEN * HIDDEN * (ep - 1) / ep
+    return BYTES * (gathered + travelling)
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------
+
+
+def measure(tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Runs on each rank: bytes, memory and time of every way."""
+    found: dict[str, dict[str, float]] = {}
+    models = {}
+    for name, way in WAYS.items():
+        two, four = (_build(way, layers) for layers in (2, 4))
+        few, many = (_watched(model, tokens) for model in (two, four))
+        found[name] = {key: (many[key] - few[key]) / 2 for key in ("received", "exchanged")} | {"held": few["held"]}
+        models[name] = two
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, model in models.items():
+            times[name].append(_seconds(model, tokens))
+    return {name: row | {"ms": 1000 * median(times[name])} for name, row in found.items()}
+
+
+def _build(way: Way, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(_config(layers))
+    mesh = build_mesh(resolve_sizes(RANKS, **way.sizes), "cpu")
+    parallelize(model, mesh, way.config(model))
+    model.data_rank = axis(mesh, DP).get_local_rank()
+    return model.train()
+
+
+def _config(layers: int) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=512,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        max_position_embeddings=max(TOKENS),
+        use_cache=False,
+    )
+
+
+def _step(model: nn.Module, tokens: int, watch: Watch | None = None) -> None:
+    generator = torch.Generator().manual_seed(int(model.data_rank))  # type: ignore[arg-type]
+    ids = torch.randint(512, (1, tokens), generator=generator)
+    loss = model(input_ids=ids, labels=ids).loss
+    if watch is not None:
+        watch.end_forward(model.parameters())
+    loss.backward()
+
+
+def _watched(model: nn.Module, tokens: int) -> dict[str, float]:
+    _step(model, tokens)  # FSDP2 finds its order in the first step
+    model.zero_grad()
+    groups = {ranks: str(len(ranks)) for ranks in _groups()}
+    with Watch("cpu", groups) as watch:
+        watch.hold(model.parameters(), PARAMETERS)
+        watch.enter(FORWARD)
+        _step(model, tokens, watch)
+        watch.hold((p.grad for p in model.parameters()), GRADIENTS)
+    result = watch.finish()
+    received = exchanged = 0.0
+    for collective, volume in result.volume.items():
+        ranks = int(collective.axis.split()[0])
+        times = {"all_reduce": 2.0}.get(collective.kind, 1.0)
+        received += times * volume * (ranks - 1) / ranks
+        exchanged += volume * (ranks - 1) / ranks if collective.kind == "all_to_all" else 0.0
+    model.zero_grad()
+    held = max(peak.total() for peak in result.peaks.values())
+    return {"received": received, "exchanged": exchanged, "held": float(held)}
+
+
+def kernels(tokens: list[int], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Runs on one rank: milliseconds of one layer of experts and the ratio to eager, by kernel and number of tokens."""
+    times: dict[str, list[float]] = {name: [] for name in KERNELS}
+    for count in tokens:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(count, HIDDEN, generator=generator)
+        index = torch.rand(count, EXPERTS, generator=generator).topk(CHOSEN).indices
+        weights = torch.rand(count, CHOSEN, generator=generator)
+        found: dict[str, list[float]] = {name: [] for name in KERNELS}
+        for _ in range(rounds + 1):
+            for name in KERNELS:
+                experts = _experts(name)
+                start = time.perf_counter()
+                experts(hidden.requires_grad_(), index, weights).square().mean().backward()
+                found[name].append(1000 * (time.perf_counter() - start))
+        for name, values in found.items():
+            times[name].append(median(values[1:]))
+    return {name: [(ms, ms / base) for ms, base in zip(times[name], times["eager"], strict=True)] for name in KERNELS}
+
+
+def _experts(implementation: str) -> nn.Module:
+    config = _config(1)
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    experts = Qwen3MoeForCausalLM(config).get_submodule("model.layers.0.mlp.experts")
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.02)
+    return experts
+
+
+def _groups() -> list[tuple[int, ...]]:
+    world = range(dist.get_world_size())
+    return [tuple(world)]
+
+
+def _seconds(model: nn.Module, tokens: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    _step(model, tokens)
+    dist.barrier()
+    model.zero_grad()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    from benchmarks import experts  # ranks find functions by the name of their module
+
+    experts.main()

@@ -1,0 +1,93 @@
+"""Judges a model: loss and perplexity of held-out text, and tasks of the lm-evaluation-harness."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_automodel.command.trained import make_trainer, opened
+from lightning_automodel.command.writable import check_folder
+from lightning_automodel.finetuning.causal_lm import CausalLM
+from lightning_automodel.finetuning.data import TextDataModule
+
+
+def evaluate(
+    model: str,
+    files: list[str] | str | None = None,
+    tasks: list[str] | None = None,
+    output: str | None = None,
+    tokenizer: str | None = None,
+    sequence_length: int = 1024,
+    batch_size: int = 1,
+    columns: dict[str, str] | None = None,
+    limit: int | None = None,
+    tp: int | None = None,
+    devices: int | None = None,
+    precision: str | None = None,
+) -> None:
+    """Judges a checkpoint, an export or a model of the hub by held-out text, or by tasks of the lm-evaluation-harness.
+
+    Args:
+        model: checkpoint, directory that save_pretrained or export wrote, or name on the hub.
+        files: held-out text, in the forms that training takes; loss and perplexity are over all its target tokens.
+        tasks: of the lm-evaluation-harness, where that is installed.
+        output: file of JSON that gets the numbers, too.
+        tokenizer: directory or name; by default the model's.
+        sequence_length: tokens of a row, at most; longer documents are split.
+        batch_size: rows at a time.
+        columns: what the keys of a record are called in the files.
+        limit: examples of each task; by default all.
+        tp: ranks among which the model is split; by default as many as its weights need.
+        devices: processes; by default one replica of the model.
+        precision: of the trainer; by default bf16-true on CUDA, else 32-true.
+    """
+    if (files is None) == (tasks is None):
+        raise ValueError(
+            "evaluate needs --files (held-out text) or --tasks (of the lm-evaluation-harness), one of them"
+        )
+    if output is not None:
+        check_folder("--output", Path(output).parent)
+    with opened(model) as source:
+        if tasks is not None:
+            numbers = _run_tasks(source, tasks, tokenizer, batch_size, limit)
+        else:
+            data = TextDataModule(
+                tokenizer=tokenizer or source,
+                val_files=files,
+                sequence_length=sequence_length,
+                batch_size=batch_size,
+                columns=columns,
+            )
+            trainer = make_trainer(source, tp, devices, precision)
+            module = CausalLM(source)
+            (logged,) = trainer.validate(module, data, verbose=False)
+            if not trainer.is_global_zero:
+                return
+            rows = len(data.datasets["val"])
+            numbers = {"loss": logged["val/loss"], "perplexity": logged["val/perplexity"], "rows": rows}
+    _tell(numbers, output)
+
+
+def _run_tasks(
+    source: str, tasks: list[str], tokenizer: str | None, batch_size: int, limit: int | None
+) -> dict[str, Any]:
+    if find_spec("lm_eval") is None:
+        raise ValueError("--tasks needs the lm-evaluation-harness, which is not installed; pip install lm-eval")
+    import lm_eval
+
+    arguments = {"pretrained": source, "tokenizer": tokenizer or source}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = lm_eval.simple_evaluate(
+        model="hf", model_args=arguments, tasks=tasks, batch_size=batch_size, limit=limit, device=device
+    )
+    return found["results"]
+
+
+def _tell(numbers: dict[str, Any], output: str | None) -> None:
+    for name, value in numbers.items():
+        sys.stdout.write(f"{name}: {value:.6g}\n" if isinstance(value, float) else f"{name}: {value}\n")
+    if output is not None:
+        Path(output).write_text(json.dumps(numbers, indent=1, default=str) + "\n")

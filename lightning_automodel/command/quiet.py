@@ -1,0 +1,27 @@
+"""Keeps the command's output to what the user is told, once: no advertisements, and no line of every rank."""
+
+import logging
+import os
+import warnings
+
+from transformers.utils import logging as transformers_logging
+
+from lightning_automodel._compat.messages import leave_out_tips
+
+_PER_RANK = ("lightning.fabric", "lightning.pytorch")  # loggers
+_RANKS = ("RANK", "SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
+
+
+def be_quiet() -> None:
+    """Leaves out tips, and on all ranks but the first what each of them would say again."""
+    leave_out_tips()
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")  # main() gives them itself
+    if not is_first_process():
+        transformers_logging.disable_progress_bar()
+        for name in _PER_RANK:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def is_first_process() -> bool:
+    """Tells whether this process is the first of the run, as far as its environment says."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)

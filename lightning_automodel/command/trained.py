@@ -1,0 +1,114 @@
+"""Opens what was trained: a checkpoint of any layout, an export, or a name on the hub.
+
+A checkpoint is exported first, to a folder that goes when the command ends, by one process of each node::
+
+    checkpoint -> export (whole tensors, adapters merged) -> from_pretrained, of which each rank reads its slices
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.checkpointing.conversion import export
+from lightning_automodel.checkpointing.folder import METADATA
+from lightning_automodel.finetuning.data import default_cache_dir
+
+_FOLDER = "LIGHTNING_AUTOMODEL_EXPORT"  # which the processes that this one starts inherit
+_RUNS = ("MASTER_PORT", "SLURM_JOB_ID")
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+_SPARE = 0.8  # share of a device's memory for weights
+_WAIT = 0.2  # seconds
+
+
+@contextmanager
+def opened(model: str) -> Generator[str, None, None]:
+    """Gives a directory or name that ``from_pretrained`` reads, within this context.
+
+    Args:
+        model: that, or a checkpoint.
+
+    Raises:
+        ValueError: if it is a checkpoint that cannot be exported.
+    """
+    if not is_checkpoint(Path(model)):
+        yield model
+        return
+    run = next((os.environ[name] for name in _RUNS if name in os.environ), str(os.getpid()))
+    folder = Path(os.environ.setdefault(_FOLDER, str(default_cache_dir() / "exports" / run)))
+    first = all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS)
+    try:
+        if first:
+            _export(model, folder)
+        while not folder.is_dir():
+            time.sleep(_WAIT)
+        yield str(folder)
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+            del os.environ[_FOLDER]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a checkpoint of ours or of Lightning lies at ``path``."""
+    return (path / METADATA).is_file() or path.is_file()
+
+
+def _export(checkpoint: str, folder: Path) -> None:
+    unfinished = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        export(checkpoint, str(unfinished), merge=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def make_trainer(model: str, tp: int | None, devices: int | None, precision: str | None) -> L.Trainer:
+    """Make a trainer that evaluates ``model``, as many ranks to a replica as its weights need.
+
+    Args:
+        model: directory or name.
+        tp: ranks that share the matrices; ``None``: what their memory asks for.
+        devices: processes; ``None``: one replica.
+        precision: of the trainer; ``None``: bfloat16 on CUDA, else float32.
+    """
+    cuda = torch.cuda.is_available()
+    if tp is None:
+        memory = torch.cuda.get_device_properties(0).total_memory if cuda else None
+        tp = devices_needed(bytes_of_weights(Path(model)), memory, torch.cuda.device_count())
+    return L.Trainer(
+        strategy=FSDP2TPStrategy(tp=tp),
+        devices=devices or tp,
+        precision=precision or ("bf16-true" if cuda else "32-true"),  # type: ignore[arg-type]
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def bytes_of_weights(directory: Path) -> int:
+    """Sum the sizes of a directory's files of weights; 0 for a name on the hub."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors")) if directory.is_dir() else 0
+
+
+def devices_needed(weights: int, memory: int | None, count: int) -> int:
+    """Choose among how many devices, a power of two, a model is split.
+
+    Args:
+        weights: bytes.
+        memory: bytes of one device; ``None``: the host's, which is not divided.
+        count: of devices.
+    """
+    tp = 1
+    while memory is not None and weights > _SPARE * memory * tp and 2 * tp <= count:
+        tp *= 2
+    return tp

@@ -1,0 +1,246 @@
+"""Chats with images: the module and the data module for models that read both.
+
+::
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "?"}]},
+                  {"role": "assistant", "content": "a cat"}]}
+        -- processor: template, image tokens, pixels --> input_ids, labels (the assistant's words), pixel_values, ...
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
+
+from lightning_automodel.distributed.logs import log
+from lightning_automodel.finetuning.causal_lm import CausalLM
+from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
+from lightning_automodel.finetuning.pretrained import looked_up
+from lightning_automodel.finetuning.rows import IGNORED
+from lightning_automodel.finetuning.sources import ChatRecord, expand, read_records
+
+Batch = dict[str, Tensor]
+
+
+class ImageTextLM(CausalLM):
+    """A :class:`CausalLM` of a model that reads images beside text, with the same arguments, loss and logs."""
+
+    auto_class = AutoModelForImageTextToText
+    known_configs = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+class ImageTextDataModule(L.LightningDataModule):
+    """Batches of chats with images, made by the model's own processor.
+
+    Records are ``{"messages": [...]}`` of files as :class:`TextDataModule` reads them. The content of a message is
+    text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": path}``; paths are relative to
+    the file. There is loss on what the assistant wrote, and never on image tokens. Rows are as wide as the longest of
+    their batch.
+
+    Args:
+        processor: name or directory; by default the ``model_name`` of the module that is trained.
+        train_files: paths or globs.
+        val_files: paths or globs.
+        test_files: paths or globs.
+        sequence_length: tokens of a row, at most, image tokens included; a longer record is an error.
+        batch_size: rows per micro-batch and data rank.
+        pad_to_multiple_of: rows are padded to a multiple of this many tokens.
+        num_workers: processes that assemble batches.
+
+    Raises:
+        ValueError: for sizes below 1; from ``setup``: for files that cannot be read, images that are not there; from a
+            batch: for a record that is too long.
+    """
+
+    def __init__(
+        self,
+        processor: str | None = None,
+        train_files: str | list[str] | None = None,
+        val_files: str | list[str] | None = None,
+        test_files: str | list[str] | None = None,
+        sequence_length: int = 4096,
+        batch_size: int = 1,
+        pad_to_multiple_of: int = 1,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, size in (("batch_size", batch_size), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        self.processor = processor
+        self.files = {"train": train_files, "val": val_files, "test": test_files}
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.num_workers = num_workers
+        self.datasets: dict[str, _Chats] = {}
+        self._loaded: Any = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the records, and looks for their images."""
+        if stage == "fit" and self.files["train"] is None:
+            raise ValueError("ImageTextDataModule(train_files=None) cannot fit; give train_files")
+        for split, files in self.files.items():
+            if files is not None and split not in self.datasets:
+                self.datasets[split] = chats = _Chats(files)
+                images = sum(len(images_of(record.messages)) for record in chats.records)
+                log(f"{split}: {files} as chats, {len(chats)} documents, {images} images -> {len(chats)} rows")
+
+    def train_dataloader(self) -> DataLoader:
+        """Load rows in an order of seed and epoch alone."""
+        return self._loader("train", EpochShuffle(self.datasets["train"]))
+
+    def val_dataloader(self) -> Any:
+        """Load rows in order; no loader without files."""
+        return self._loader("val") if "val" in self.datasets else []
+
+    def test_dataloader(self) -> DataLoader:
+        """Load rows in order."""
+        return self._loader("test")
+
+    @property
+    def loaded_tokenizer(self) -> Any:
+        """Return the processor, which exports hold beside the model; it is read on first use."""
+        if self._loaded is None:
+            module: Any = getattr(self.trainer, "lightning_module", None)
+            name = self.processor or getattr(module, "model_name", None)
+            if name is None:
+                raise ValueError("ImageTextDataModule(processor=None) takes the module's `model_name`; give one")
+            with looked_up(name):
+                self._loaded = AutoProcessor.from_pretrained(name)
+        return self._loaded
+
+    def _loader(self, split: str, sampler: Any = None) -> DataLoader:
+        if split not in self.datasets:
+            raise ValueError(f"ImageTextDataModule({split}_files=None) has no {split} data; give {split}_files")
+        return ResumableLoader(
+            self.datasets[split],
+            batch_size=self.batch_size,
+            sampler=sampler,
+            collate_fn=ChatCollator(self.loaded_tokenizer, self.sequence_length, self.pad_to_multiple_of),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+class _Chats(Dataset[ChatRecord]):
+    def __init__(self, files: str | list[str]) -> None:
+        self.records: list[ChatRecord] = []
+        for file in expand(files):
+            for record in read_records([file]):
+                if not isinstance(record, ChatRecord):
+                    raise ValueError(f'{record.place}: chats with images are records {{"messages": [...]}}')
+                self.records.append(ChatRecord(record.place, _located(record, file.parent), record.tools))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> ChatRecord:
+        return self.records[index]
+
+
+def _located(record: ChatRecord, folder: Path) -> list[dict[str, Any]]:
+    """Make paths of images whole.
+
+    Raises:
+        ValueError: naming the record, for an image that is not there.
+    """
+    messages = copy.deepcopy(record.messages)
+    for part in _parts(messages):
+        if part.get("type") == "image":
+            path = folder / str(part.get("image", ""))
+            if not path.is_file():
+                raise ValueError(f"{record.place}: the image {part.get('image')!r} is not in {folder}")
+            part["image"] = str(path)
+    return messages
+
+
+def _parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+
+
+def images_of(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """List the paths of a conversation's images."""
+    return [part["image"] for part in _parts(messages) if part.get("type") == "image"]
+
+
+@dataclass(frozen=True)
+class ChatCollator:
+    """Makes a batch of chats: what the processor returns, and ``labels`` int64 [batch, seq].
+
+    Attributes:
+        processor: of the model.
+        length: tokens of a row, at most.
+        multiple: rows are padded to a multiple of it.
+    """
+
+    processor: Any
+    length: int
+    multiple: int = 1
+
+    def __call__(self, records: list[ChatRecord]) -> Batch:
+        """Collates ``records``.
+
+        Raises:
+            ValueError: naming the record, if it is too long, or the template changes what came before.
+        """
+        batch = self._process([record.messages for record in records])
+        labels = torch.full_like(batch["input_ids"], IGNORED)
+        for row, record in enumerate(records):
+            offset = int(batch["attention_mask"][row].argmax())  # padding may stand on the left
+            width = int(batch["attention_mask"][row].sum())
+            if width > self.length:
+                raise ValueError(f"{record.place}: {width} tokens, more than sequence_length={self.length}")
+            for begin, end in self._turns(record, batch["input_ids"][row, offset : offset + width]):
+                labels[row, offset + begin : offset + end] = batch["input_ids"][row, offset + begin : offset + end]
+        for token in self._image_tokens():
+            labels[batch["input_ids"] == token] = IGNORED
+        return {**batch, "labels": labels}
+
+    def _process(self, conversations: list[list[dict[str, Any]]], **template: Any) -> Batch:
+        from PIL import Image
+
+        texts = [self.processor.apply_chat_template(c, tokenize=False, **template) for c in conversations]
+        images = [[Image.open(path).convert("RGB") for path in images_of(c)] for c in conversations]
+        found = self.processor(
+            text=texts,
+            images=images if any(images) else None,
+            padding=True,
+            pad_to_multiple_of=self.multiple,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        return dict(found)
+
+    def _turns(self, record: ChatRecord, ids: Tensor) -> list[tuple[int, int]]:
+        """Find the tokens of the assistant's turns: what the template adds behind the header that asks for them."""
+        turns = []
+        for index, message in enumerate(record.messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._ids(record.messages[:index], add_generation_prompt=True)
+            after = self._ids(record.messages[: index + 1])
+            if not (torch.equal(after[: len(before)], before) and torch.equal(ids[: len(after)], after)):
+                raise ValueError(
+                    f"{record.place}: the chat template renders message {index} differently when others follow, so "
+                    " the assistant's words cannot be found; end the record with its only assistant message"
+                )
+            turns.append((len(before), len(after)))
+        return turns
+
+    def _ids(self, messages: list[dict[str, Any]], **template: Any) -> Tensor:
+        batch = self._process([messages], **template)
+        return batch["input_ids"][0, batch["attention_mask"][0].bool()]
+
+    def _image_tokens(self) -> list[int]:
+        names = ("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id")
+        found = (getattr(self.processor, name, None) for name in names)
+        return [token for token in found if isinstance(token, int)]

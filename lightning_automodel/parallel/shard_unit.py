@@ -1,0 +1,77 @@
+"""Makes one FSDP2 unit of modules: what is gathered, freed and reduced together."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_automodel._compat.fsdp2 import add_parameter_group
+from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel.parallel.dim_to_cut import DimToCut
+
+FullyShard = Callable[..., Any]
+"""As FSDP2's ``fully_shard(module, mesh=, mp_policy=, reshard_after_forward=, offload_policy=, ignored_params=)``."""
+
+
+def shard_unit(
+    modules: Iterable[nn.Module],
+    parameters: list[nn.Parameter],
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    in_float32: set[nn.Parameter],
+    reshard: bool | int | None,
+    offload: OffloadPolicy,
+    replicated: Iterable[nn.Parameter] = (),
+    fully_shard_fn: FullyShard | None = None,
+) -> None:
+    """Makes one FSDP2 unit of ``modules``, with a group of parameters per storage and compute dtype, the largest first.
+
+    FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
+    to get it would lose what they are kept in float32 for. ``fully_shard_fn`` is called in place of FSDP2's own, with a
+    module, or a list where a unit has several.
+    """
+    (_, policy), *others = _groups_of_one_dtype(parameters, in_float32, mp_policy) or [([], mp_policy)]
+    ignored = {p for group, _ in others for p in group} | set(replicated)
+    choose_dim = DimToCut(mesh.size(mesh.ndim - 1))
+    modules = list(modules)
+    origins = [type(module).__module__ for module in modules]
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    options |= {"reshard_after_forward": reshard, "offload_policy": offload}
+    if fully_shard_fn is None:
+        fully_shard(modules, **options, ignored_params=ignored, shard_placement_fn=choose_dim)
+    else:
+        known = {**options, "ignored_params": ignored} if ignored else options
+        fully_shard_fn(modules if len(modules) > 1 else modules[0], **known)
+    # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
+    for module, origin in zip(modules, origins, strict=True):
+        type(module).__module__ = origin
+        if len(modules) > 1:
+            module.register_forward_hook(_gather_for_backward)
+    for group, other_policy in others:
+        add_parameter_group(modules[0], group, other_policy, choose_dim)
+
+
+def _groups_of_one_dtype(
+    parameters: list[nn.Parameter], in_float32: set[nn.Parameter], mp_policy: MixedPrecisionPolicy
+) -> list[tuple[list[nn.Parameter], MixedPrecisionPolicy]]:
+    """Group parameters that are stored and compute in one dtype, with their policies, the largest group first."""
+    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
+    wide = replace(mp_policy, param_dtype=None)
+    return [(group, wide if keep or not dtype.is_floating_point else mp_policy) for (dtype, keep), group in ordered]
+
+
+def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:
+    """Gathers a unit for the backward pass where its last module's output may be unused, which FSDP2 relies on: the
+    features of a tower are often those of an earlier block.
+    """
+    assert isinstance(module, FSDPModule)
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(lambda _: module.unshard())

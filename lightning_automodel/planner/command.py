@@ -1,0 +1,192 @@
+"""The subcommand ``plan``: what a run needs, from its YAML file or from switches, without a GPU and without weights."""
+
+import dataclasses
+from argparse import ArgumentError
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import auto_cli
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.distributed.logs import logger
+from lightning_automodel.mesh import resolve_sizes
+from lightning_automodel.planner.hardware import find_hardware
+from lightning_automodel.planner.plan import plan
+from lightning_automodel.planner.play import Run
+from lightning_automodel.planner.report import describe
+from lightning_automodel.planner.search import describe_search, search
+
+_FIELDS = {field.name for field in dataclasses.fields(FSDP2Config)}
+
+
+def plan_command(args: Sequence[str]) -> None:
+    """Run ``lightning-automodel plan`` with these arguments: print the plan, or the layouts that were searched.
+
+    Raises:
+        ValueError: if an argument is not right, or the layout does not fit the model.
+    """
+    level = logger.level
+    logger.setLevel("WARNING")  # the stages log what they do, once per layout
+    try:
+        auto_cli(_plan, args=_with_prefixes(args), prog="lightning-automodel plan", exit_on_error=False)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from None
+    finally:
+        logger.setLevel(level)
+
+
+def _with_prefixes(args: Sequence[str]) -> list[str]:
+    """Accept dashes in names, and the fields of the strategy's config without the name of their group."""
+    found = []
+    for argument in args:
+        option, equals, value = argument.partition("=")
+        if option.startswith("--"):
+            name = option[2:].replace("-", "_")
+            name = "run_yaml" if name == "config" else name  # jsonargparse has one of its own
+            name = f"switches.{name}" if name.partition(".")[0] in _FIELDS else name
+            argument = "--search=true" if argument == "--search" else f"--{name}{equals}{value}"
+        found.append(argument)
+    return found
+
+
+def _plan(
+    model: str | None = None,
+    world: int | None = None,
+    run_yaml: str | None = None,
+    tp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    dp_replicate: int | None = None,
+    seq: int | None = None,
+    micro_batch: int | None = None,
+    accumulate: int | None = None,
+    precision: str | None = None,
+    gpu: str = "h100",
+    price: float | None = None,
+    switches: dict[str, Any] | None = None,
+    search: bool = False,
+    write: str | None = None,
+) -> None:
+    """Say what a run of FSDP2TPStrategy needs: memory, communication, time and cost, before it is started.
+
+    Args:
+        model: name or directory of a model; only its config is read.
+        world: number of processes.
+        run_yaml: YAML file of a run, given as --config; the other arguments replace what it says.
+        tp: ranks that split each layer's matrices.
+        cp: ranks that split each sequence.
+        ep: ranks that share the experts of a layer.
+        dp_replicate: groups of ranks that each hold all shards.
+        seq: tokens of a row.
+        micro_batch: rows that a data rank computes at a time.
+        accumulate: micro-batches of an optimizer step.
+        precision: of the trainer.
+        gpu: a100, h100, h200, b200 or l40s.
+        price: US dollars per device and hour.
+        switches: fields of FSDP2Config; each may be given as --FIELD too.
+        search: try the layouts of this world, and rank those that fit by tokens per second.
+        write: YAML file to write the run (with --search, the best one) to.
+
+    Raises:
+        ValueError: if the model or the number of processes is missing, or something does not fit.
+    """
+    given = {key: value for key, value in locals().items() if value is not None}
+    read: dict[str, Any] = _read(run_yaml) if run_yaml else {"switches": {}}
+    told = {**read, **given, "switches": {**read["switches"], **(switches or {})}}
+    if "model" not in told or "world" not in told:
+        raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
+    hardware, run = find_hardware(gpu, price), _run_of(told)
+    if search:
+        found = _search(told["model"], run, hardware)
+        best = found[0].run if found else None
+    else:
+        print(describe(plan(told["model"], run, hardware)), end="")
+        best = run
+    if write and best is not None:
+        Path(write).write_text(yaml.safe_dump(yaml_of(told["model"], best, hardware.devices), sort_keys=False))
+        print(f"The run is written to {write}: lightning-automodel fit --config={write} --data.train_files=...")
+
+
+def _search(model: str, run: Run, hardware: Any) -> list[Any]:
+    fitting, others = search(model, run, hardware)
+    print(describe_search(fitting, others), end="")
+    return fitting
+
+
+def _run_of(told: Mapping[str, Any]) -> Run:
+    sizes = {name: told[name] for name in ("tp", "cp", "ep", "dp_replicate") if name in told}
+    return Run(
+        sizes=resolve_sizes(told["world"], **sizes),
+        config=FSDP2Config(**told["switches"]),
+        sequence_length=told.get("seq", 2048),
+        micro_batch=told.get("micro_batch", 1),
+        accumulation=told.get("accumulate", 1),
+        precision=told.get("precision", "bf16-mixed"),
+        clips=told.get("clips", True),
+    )
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read what a run's YAML file says of what is planned.
+
+    Raises:
+        ValueError: if there is no such file, or its strategy is another one.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"config={path!r}: there is no such file")
+    whole = yaml.safe_load(Path(path).read_text()) or {}
+    trainer, strategy = whole.get("trainer", {}), whole.get("trainer", {}).get("strategy", {})
+    name = strategy if isinstance(strategy, str) else strategy.get("class_path", "FSDP2TPStrategy")
+    if name.rpartition(".")[2] not in ("FSDP2TPStrategy", "fsdp2_tp"):
+        raise ValueError(f"config={path!r} has the strategy {name}; plan knows FSDP2TPStrategy")
+    arguments = {} if isinstance(strategy, str) else strategy.get("init_args", {})
+    data, model = whole.get("data", {}).get("init_args", {}), whole.get("model", {}).get("init_args", {})
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    found = {
+        "model": model.get("model"),
+        "world": devices * nodes if isinstance(devices, int) else None,
+        "seq": data.get("sequence_length"),
+        "micro_batch": data.get("batch_size"),
+        "accumulate": trainer.get("accumulate_grad_batches"),
+        "precision": trainer.get("precision"),
+        "clips": "gradient_clip_val" in trainer,
+        **{name: arguments.get(name) for name in ("tp", "cp", "ep", "dp_replicate")},
+    }
+    known = {key: value for key, value in found.items() if value is not None}
+    return {**known, "switches": arguments.get("config") or {}}
+
+
+def yaml_of(model: str, run: Run, devices: int) -> dict[str, Any]:
+    """Write a run as the YAML file of the command has it; the data's files are left to the user."""
+    sizes, default = run.sizes, FSDP2Config()
+    switches = {
+        name: value for name in sorted(_FIELDS) if (value := getattr(run.config, name)) != getattr(default, name)
+    }
+    local = min(sizes.world, devices)
+    return {
+        "trainer": {
+            "accelerator": "gpu",
+            "devices": local,
+            "num_nodes": sizes.world // local,
+            "precision": run.precision,
+            "accumulate_grad_batches": run.accumulation,
+            "gradient_clip_val": 1.0,
+            "strategy": {
+                "class_path": "lightning_automodel.FSDP2TPStrategy",
+                "init_args": {
+                    "tp": sizes.tp,
+                    "cp": sizes.cp,
+                    "ep": sizes.ep,
+                    "dp_replicate": sizes.dp_replicate,
+                    "config": switches,
+                },
+            },
+        },
+        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": {"model": model}},
+        "data": {
+            "class_path": "lightning_automodel.finetuning.TextDataModule",
+            "init_args": {"sequence_length": run.sequence_length, "batch_size": run.micro_batch},
+        },
+    }

@@ -1,0 +1,102 @@
+"""What accelerators can do: data from their makers' data sheets, in decimal bytes and FLOPs per second and device."""
+
+from dataclasses import dataclass, replace
+
+GIGA, TERA, MIB = 10**9, 10**12, 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One device of a cluster of nodes.
+
+    Attributes:
+        name: of the device.
+        flops: of matrix products in bfloat16, dense, without sparsity.
+        memory: bytes that the driver reports.
+        memory_bandwidth: of its own memory.
+        inside: bytes that a device sends to others of its node.
+        across: bytes that a device sends to other nodes, by a network interface of its own.
+        devices: of a node.
+        price: US dollars per device and hour; assumed, since it depends on the contract.
+        matmul_share: of ``flops`` that large matrix products reach; assumed.
+        memory_share: of ``memory_bandwidth`` that other operations reach; assumed.
+        latency: seconds before a collective moves its first byte; assumed.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    memory_bandwidth: float
+    inside: float
+    across: float
+    price: float
+    devices: int = 8
+    matmul_share: float = 0.7
+    memory_share: float = 0.8
+    latency: float = 15e-6
+
+
+_DEVICES = (
+    # NVIDIA A100 80GB SXM data sheet, 2022: NVLink 3 has 600 GB/s both ways; DGX A100: 8 x 200 Gb/s.
+    Hardware(
+        name="a100",
+        flops=312 * TERA,
+        memory=81920 * MIB,
+        memory_bandwidth=2039 * GIGA,
+        inside=300 * GIGA,
+        across=25 * GIGA,
+        price=1.8,
+    ),
+    # NVIDIA H100 SXM data sheet, 2023: 989 TFLOP/s without sparsity, NVLink 4 900 GB/s; DGX H100: 8 x 400 Gb/s.
+    Hardware(
+        name="h100",
+        flops=989.4 * TERA,
+        memory=81559 * MIB,
+        memory_bandwidth=3350 * GIGA,
+        inside=450 * GIGA,
+        across=50 * GIGA,
+        price=3.0,
+    ),
+    # NVIDIA H200 SXM data sheet, 2024; DGX H200: 8 x 400 Gb/s.
+    Hardware(
+        name="h200",
+        flops=989.4 * TERA,
+        memory=143771 * MIB,
+        memory_bandwidth=4800 * GIGA,
+        inside=450 * GIGA,
+        across=50 * GIGA,
+        price=3.8,
+    ),
+    # NVIDIA DGX B200 data sheet, 2024: 72 PFLOP/s in FP8 with sparsity over 8, a quarter of it dense bfloat16.
+    Hardware(
+        name="b200",
+        flops=2250 * TERA,
+        memory=183359 * MIB,
+        memory_bandwidth=8000 * GIGA,
+        inside=900 * GIGA,
+        across=50 * GIGA,
+        price=5.5,
+    ),
+    # NVIDIA L40S data sheet, 2023: 362 TFLOP/s without sparsity; no NVLink: PCIe 4.0 x16 has 32 GB/s in each direction.
+    Hardware(
+        name="l40s",
+        flops=362 * TERA,
+        memory=46068 * MIB,
+        memory_bandwidth=864 * GIGA,
+        inside=32 * GIGA,
+        across=12.5 * GIGA,
+        price=1.0,
+    ),
+)
+HARDWARE = {device.name: device for device in _DEVICES}
+
+
+def find_hardware(name: str, price: float | None = None) -> Hardware:
+    """Return the device of this name, at another ``price`` if one is given.
+
+    Raises:
+        ValueError: for a name that is not known.
+    """
+    if name not in HARDWARE:
+        raise ValueError(f"gpu={name!r} is not known; use one of {', '.join(HARDWARE)}")
+    return HARDWARE[name] if price is None else replace(HARDWARE[name], price=price)

@@ -1,0 +1,128 @@
+"""Says what a run needs before it is started: from a model's config and a layout to memory, communication and time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from lightning_automodel.modules.structure import text_config
+from lightning_automodel.planner.estimate import Estimate, estimate
+from lightning_automodel.planner.hardware import HARDWARE, Hardware
+from lightning_automodel.planner.layers import extrapolate
+from lightning_automodel.planner.play import Run, play, stage
+from lightning_automodel.planner.watch import Watched
+
+RESERVE = 0.06
+"""Share of the memory that the driver, NCCL and gaps between blocks of the allocator take; assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one optimizer step of a run does on rank 0, and what follows from it.
+
+    Attributes:
+        run: what was planned.
+        hardware: on what.
+        name: of the model's class.
+        parameters: of the whole model, tied ones once.
+        watched: memory, collectives and FLOPs of the step.
+        basis: how many layers were run to know that.
+        estimate: times and cost.
+        warnings: what a user should look at.
+    """
+
+    run: Run
+    hardware: Hardware
+    name: str
+    parameters: int
+    watched: Watched
+    basis: str
+    estimate: Estimate
+    warnings: list[str]
+
+    @property
+    def phase(self) -> str:
+        """Name the phase with the most memory."""
+        return max(self.watched.peaks, key=lambda phase: sum(self.watched.peaks[phase].values()))
+
+    @property
+    def peak(self) -> int:
+        """Count the bytes of the device at the worst moment of a step."""
+        return sum(self.watched.peaks[self.phase].values())
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether the device has that much, beside :data:`RESERVE`."""
+        return self.peak <= self.hardware.memory * (1 - RESERVE)
+
+
+def plan(model: str | PreTrainedConfig | nn.Module, run: Run, hardware: Hardware = HARDWARE["h100"]) -> Plan:
+    """Plan ``run``: play its first rank in this process, on tensors without memory. No weights are read.
+
+    Args:
+        model: name or directory of a model, its config, or a model on the meta device, which stays as it is.
+        run: layout, switches and sizes of a step.
+        hardware: for memory, time and cost.
+
+    Raises:
+        ValueError: if the layout does not fit the model, as the run itself would say it.
+        RuntimeError: if an operation of the model meets tensors on two devices, or this process has process groups.
+    """
+    if run.config.enable_compile:
+        raise ValueError(
+            "enable_compile=True: the planner runs eager blocks; plan without it, an upper bound of memory"
+        )
+    built = model if isinstance(model, nn.Module) else build(model)
+    with stage(run) as mesh:
+        watched, basis = extrapolate(built, lambda cut: play(cut, run, mesh))
+    found = Plan(
+        run=run,
+        hardware=hardware,
+        name=type(built).__name__,
+        parameters=sum(p.numel() for p in built.parameters()),
+        watched=watched,
+        basis=basis,
+        estimate=estimate(watched, run, hardware),
+        warnings=[],
+    )
+    found.warnings.extend(_warnings(found, built))
+    return found
+
+
+def build(model: str | PreTrainedConfig) -> nn.Module:
+    """Make a causal language model on the meta device, from its config alone.
+
+    Raises:
+        ValueError: if there is no config of this name.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
+    except OSError as error:
+        raise ValueError(f"model={model!r} has no config: {str(error).partition(chr(10))[0]}") from error
+    config.use_cache = False
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
+    sizes, hardware, config = found.run.sizes, found.hardware, text_config(model)
+    if not found.fits:
+        yield (
+            f"does not fit: {found.peak / 2**30:.1f} GiB in the phase {found.phase!r}, and a {hardware.name} has "
+            f"{hardware.memory / 2**30:.1f} GiB, of which about {RESERVE:.0%} are not for tensors"
+        )
+    if sizes.tp > hardware.devices or hardware.devices % sizes.tp:
+        yield f"tp={sizes.tp} crosses nodes of {hardware.devices}: its collectives wait for the network in every layer"
+    heads = getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and heads < sizes.tp:
+        times = sizes.tp // heads
+        yield f"tp={sizes.tp} is more than num_key_value_heads={heads}: keys and values are computed {times} times"
+    words = getattr(config, "vocab_size", None)
+    if isinstance(words, int) and words % sizes.tp:
+        yield f"tp={sizes.tp} does not divide vocab_size={words}: shards of the vocabulary differ by a row"
+    if sizes.ep > 1:
+        yield f"ep={sizes.ep}: routers are planned even; rows, memory and time of experts grow by train/expert_load"
+    if found.run.sequence_length % (sizes.tp * sizes.cp * 2):
+        yield f"sequence_length={found.run.sequence_length} is no multiple of 2 x cp x tp: slices are padded"

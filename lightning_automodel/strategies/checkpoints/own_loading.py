@@ -1,0 +1,43 @@
+"""Calls a module's own ``load_state_dict``, which may rename or drop entries, before each rank reads its parts."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel._compat.modules import incompatible_keys
+
+Restore = Callable[[Mapping[str, Any], bool], None]
+
+
+def load_through(module: nn.Module, source: Mapping[str, Any], strict: bool, restore: Restore) -> None:
+    """Call ``module.load_state_dict(source, strict=strict)``, where ``restore`` takes the place of torch's own.
+
+    Args:
+        module: whose class, or a callback, may have a method of its own around torch's.
+        source: what a checkpoint holds; of a folder, tensors that are not read yet.
+        strict: of the module.
+        restore: ``(entries, strict)``, collective.
+    """
+    with _torch_reads(module, restore):
+        module.load_state_dict(source, strict=strict)
+
+
+@contextmanager
+def _torch_reads(module: nn.Module, restore: Restore) -> Generator[None, None, None]:
+    original = nn.Module.load_state_dict
+
+    def load_state_dict(self: nn.Module, source: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self is not module:
+            return original(self, source, strict, assign)
+        nn.Module.load_state_dict = original  # type: ignore[method-assign]
+        restore(source, strict)
+        known = set(module.state_dict())
+        return incompatible_keys(sorted(known - source.keys()), sorted(source.keys() - known))
+
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.load_state_dict = original  # type: ignore[method-assign]

@@ -1,0 +1,76 @@
+"""Chats with images: what is trained on, what is refused, and the numbers of one process under tensor parallelism."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from examples.vision import make_model, make_pictures
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy
+from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM
+from lightning_automodel.testing.pool import Pool
+from tests.support.training import make_trainer, whole_parameters, world_size
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("vision")
+    make_model(root / "model")
+    make_pictures(root / "data", 8)
+    return root
+
+
+def _data(folder: Path, **settings: Any) -> ImageTextDataModule:
+    data = ImageTextDataModule(str(folder / "model"), str(folder / "data" / "*.jsonl"), batch_size=2, **settings)
+    data.setup("fit")
+    return data
+
+
+def test_only_the_answer_is_trained_on(folder: Path) -> None:
+    batch = next(iter(_data(folder, pad_to_multiple_of=8).train_dataloader()))
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    assert batch["input_ids"].shape[1] % 8 == 0
+    assert batch["pixel_values"].shape == (2, 3, 16, 16)
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        assert int((ids == processor.image_token_id).sum()) == 4
+        answer = processor.tokenizer.decode(labels[labels >= 0])
+        assert answer in {f"{color}<eos>\n" for color in ("red", "green", "blue", "white")}
+        assert torch.equal(ids[labels >= 0], labels[labels >= 0])
+
+
+def _fit(folder: str, tp: int) -> list[torch.Tensor]:
+    L.seed_everything(5)
+    module = ImageTextLM(f"{folder}/model", lambda parameters: torch.optim.SGD(parameters, lr=0.5), lr_scheduler=None)
+    strategy = FSDP2TPStrategy(tp=tp, config=FSDP2Config(backend="gloo"))
+    windows = 2 * tp // world_size()  # two batches of two rows in a step
+    trainer = make_trainer(strategy, max_steps=2, accumulate_grad_batches=windows, gradient_clip_val=1.0)
+    trainer.fit(module, _data(Path(folder)))
+    return list(whole_parameters(module).values())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_processes_train_as_one_does(folder: Path, pool2: Pool, tp: int) -> None:
+    untrained = ImageTextLM(str(folder / "model"))
+    untrained.configure_model()
+    alone = _fit(str(folder), 1)
+    assert max((one - other).abs().max() for one, other in zip(alone, untrained.parameters(), strict=True)) > 1e-3
+    (found, _) = pool2.run(_fit, str(folder), tp, trainer=True)
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"chats.jsonl:\d: \d+ tokens, more than sequence_length=8"):
+        list(_data(folder, sequence_length=8).train_dataloader())
+    content = [{"type": "image", "image": "none.png"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ValueError, match=r"data.jsonl:1: the image 'none.png' is not in"):
+        ImageTextDataModule(train_files=str(tmp_path / "data.jsonl")).setup("fit")
+    (tmp_path / "data.jsonl").write_text('{"text": "x"}')
+    with pytest.raises(ValueError, match=r"data.jsonl:1: chats with images are records"):
+        ImageTextDataModule(train_files=str(tmp_path / "data.jsonl")).setup("fit")

@@ -1,0 +1,40 @@
+"""A device that is not there: the same step on a fake CUDA device finds what lies on the wrong one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.planner.play import play, stage
+from tests.planner.subjects import LAYOUTS, Layout, model_on_meta, run_of
+
+EIGHT = Layout(8, {"tp": 2, "cp": 2}, {"sequence_parallel": True, "activation_checkpointing": True})
+
+
+def test_eight_ranks_of_a_device_that_is_not_there() -> None:
+    run = replace(run_of(EIGHT), device_type="cuda")
+    with stage(run) as mesh:
+        watched = play(model_on_meta(), run, mesh)
+    on_cpu = run_of(EIGHT)
+    with stage(on_cpu) as mesh:
+        expected = play(model_on_meta(), on_cpu, mesh)
+    # On the CPU attention over cp has a backward pass of its own, which gathers keys once more.
+    assert {k: n for k, n in watched.volume.items() if k.axis != "cp"} == {
+        k: n for k, n in expected.volume.items() if k.axis != "cp"
+    }
+    assert watched.peaks["clipping"]["parameters"] == expected.peaks["clipping"]["parameters"]
+
+
+class OnTheHost(nn.Module):
+    """Adds a table that was forgotten on the host."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.ones(hidden.shape[-1])
+
+
+def test_a_tensor_on_the_wrong_device_is_found() -> None:
+    model, run = model_on_meta(), replace(run_of(LAYOUTS["dp2"]), device_type="cuda")
+    model.model.norm = OnTheHost()
+    with stage(run) as mesh, pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        play(model, run, mesh)

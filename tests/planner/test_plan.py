@@ -1,0 +1,125 @@
+"""The plan as a user gets it: of large models by few layers, as text, from the command, and as a search."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_automodel import FSDP2Config
+from lightning_automodel.cli import main
+from lightning_automodel.mesh import resolve_sizes
+from lightning_automodel.planner.estimate import bandwidth, ranks_of
+from lightning_automodel.planner.hardware import HARDWARE, find_hardware
+from lightning_automodel.planner.layers import extrapolate
+from lightning_automodel.planner.plan import plan
+from lightning_automodel.planner.play import Run, play, stage
+from lightning_automodel.planner.report import describe
+from tests.planner.subjects import LAYOUTS, model_on_meta, run_of
+from tests.support.families import tiny_config
+
+H100 = HARDWARE["h100"]
+
+
+@pytest.mark.parametrize("name", ["dp2", "replicas2-shards2"])
+def test_few_layers_tell_what_many_do(name: str) -> None:
+    run = replace(run_of(LAYOUTS[name]), device_type="cuda")
+    with stage(run) as mesh:
+        whole = play(model_on_meta(9), run, mesh)
+        few, basis = extrapolate(model_on_meta(9), lambda cut: play(cut, run, mesh))
+    assert basis == "4 of 9 layers were run, and one more of each kind"
+    for what in ("counts", "volume", "flops", "traffic", "saved", "parameters"):
+        assert getattr(few, what) == getattr(whole, what), what
+    assert {p: roles.total() for p, roles in few.peaks.items()} == {p: r.total() for p, r in whole.peaks.items()}
+
+
+def test_layers_of_two_kinds() -> None:
+    """A mixture of experts whose first layers are dense, and one that lists the kinds of its layers."""
+    run = Run(sizes=resolve_sizes(64, tp=2), config=FSDP2Config(), sequence_length=32)
+    dense_first = tiny_config("deepseek_v3", num_hidden_layers=14)
+    found = plan(dense_first, run, H100)
+    assert found.basis == "1 + 4 of 1 + 13 layers were run, and one more of each kind"
+    assert found.watched.peaks["backward"]["parameters"] > 0
+
+
+def test_a_large_world_is_planned_in_words() -> None:
+    run = Run(
+        sizes=resolve_sizes(1024, tp=8, dp_replicate=2),
+        config=FSDP2Config(sequence_parallel=True),
+        sequence_length=64,
+    )
+    config = tiny_config("llama", num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=12)
+    found = plan(config, run, H100)
+    text = describe(found)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "1024 ranks on 128 nodes of 8 h100" in text
+    assert "keys and values are computed 4 times" in text
+    assert found.fits
+    small = replace(H100, memory=2**20)
+    assert any("does not fit" in warning for warning in plan(config, run, small).warnings)
+
+
+def test_ranks_and_links_of_an_axis() -> None:
+    sizes = resolve_sizes(64, tp=4, cp=2, dp_replicate=2)
+    assert ranks_of("tp", sizes) == [0, 1, 2, 3]
+    assert ranks_of("cp", sizes) == [0, 4]
+    assert ranks_of("dp_replicate", sizes) == [0, 32]
+    assert ranks_of("dp_shard_cp", sizes) == list(range(0, 32, 4))
+    assert bandwidth([0, 1, 2, 3], H100) == H100.inside
+    assert bandwidth([0, 32], H100) == H100.across
+    assert bandwidth(list(range(64)), H100) == 8 * H100.across  # eight interfaces of each node
+
+
+def test_names_that_are_not_known() -> None:
+    with pytest.raises(ValueError, match="use one of a100, h100"):
+        find_hardware("h1000")
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    config = tiny_config("llama", num_hidden_layers=6)
+    config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command_plans_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", "--micro-batch=2", "--gpu=h200"]
+    main([*args, "--sequence-parallel=true", "--activation_checkpointing=selective"])
+    text = capsys.readouterr().out
+    assert "16 ranks on 2 nodes of 8 h200" in text
+    assert "A step: 2 x 64 tokens x 8 data ranks = 1,024 tokens" in text
+    assert "reduce_scatter  tp" in text
+
+
+def test_the_command_reads_and_writes_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model_folder.parent / "run.yaml"
+    main(["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", f"--write={path}"])
+    first = capsys.readouterr().out
+    told = yaml.safe_load(path.read_text())
+    assert told["trainer"]["strategy"]["init_args"]["tp"] == 2
+    main(["plan", f"--config={path}"])
+    assert capsys.readouterr().out == first.partition("The run is written")[0]
+
+
+def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args, message in (
+        (["--world=6"], "plan needs --model"),
+        ([f"--model={model_folder}", "--world=6", "--tp=4"], "does not divide the 6 processes"),
+        ([f"--model={model_folder}", "--world=6", "--tp=3"], "tp=3 does not fit"),
+        ([f"--model={model_folder}", "--world=6", "--tpp=3"], "tpp"),
+        ([f"--model={model_folder}", "--world=6", "--enable-compile=true"], "plan without it"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", *args])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_search_ranks_what_fits(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model_folder.parent / "run.yaml"
+    main(["plan", f"--model={model_folder}", "--world=4", "--seq=64", "--search", f"--write={path}"])
+    text = capsys.readouterr().out
+    assert "Layouts that fit, the fastest first" in text
+    assert "dp_shard=4 rows=16" in text
+    assert "Layouts that fall out" not in text
+    assert yaml.safe_load(path.read_text())["trainer"]["devices"] == 4
