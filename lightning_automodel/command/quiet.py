@@ -3,6 +3,8 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from transformers.utils import logging as transformers_logging
 
@@ -20,6 +22,19 @@ def be_quiet() -> None:
         transformers_logging.disable_progress_bar()
         for name in _PER_RANK:
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def warnings_only(*names: str) -> Iterator[None]:
+    """Lets the loggers of these names say nothing below a warning; afterwards they speak as before."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def is_first_process() -> bool:

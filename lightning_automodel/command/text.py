@@ -5,7 +5,6 @@
     line of the input -- rank 0 reads, all get it --> chat template, if any --> generate --> printed as it comes
 """
 
-import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +17,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
+from lightning_automodel.command.quiet import warnings_only
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.pretrained import looked_up
+
+_LOGGERS = ("lightning_automodel", "lightning.pytorch", "lightning.fabric")  # the terminal is the conversation's
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,8 @@ def generate(
         precision: of the trainer; by default bf16-true on CUDA, else 32-true.
         sampling: how tokens are chosen.
     """
-    for name in ("lightning_automodel", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # the terminal is the conversation's
     transformers_logging.disable_progress_bar()
-    with opened(model) as source:
+    with opened(model) as source, warnings_only(*_LOGGERS):
         name = tokenizer or source
         with looked_up(name):
             loaded = AutoTokenizer.from_pretrained(name)
