@@ -1,6 +1,7 @@
 """Where tokens meet their experts: the call of a module of experts, whose rows a graph cannot count."""
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,12 +27,12 @@ def is_seam(module: nn.Module) -> bool:
 
 def routed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Read hidden states, indices and weights off a call of a module of experts, however they are passed."""
-    names = _names_of_inputs(type(module))
+    names = _names_of_inputs(type(module).forward)
     given = dict(zip(names, args, strict=False)) | kwargs
     hidden, index, weights = (given[name] for name in names)
     return hidden, index, weights
 
 
 @cache
-def _names_of_inputs(kind: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]
+def _names_of_inputs(forward: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
