@@ -85,6 +85,11 @@ def _unwatched(hook: Callable, *args: Any) -> Any:
         return hook(*args)
 
 
+def watch_outputs(unit: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Lets the backward pass of ``unit`` begin with the gradient of any of ``tensors``, as of what it returned."""
+    fully_shard.state(unit)._register_pre_backward_hook(tuple(tensors))  # type: ignore[attr-defined]
+
+
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """Finds one module of each FSDP2 unit in ``module``, itself included."""
     found = (part for part in module.modules() if isinstance(part, FSDPModule))

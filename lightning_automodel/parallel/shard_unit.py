@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from lightning_automodel._compat.fsdp2 import add_parameter_group
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel.parallel.dim_to_cut import DimToCut
+from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
 
 FullyShard = Callable[..., Any]
 """As FSDP2's ``fully_shard(module, mesh=, mp_policy=, reshard_after_forward=, offload_policy=, ignored_params=)``."""
@@ -49,6 +50,7 @@ def shard_unit(
     # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
     for module, origin in zip(modules, origins, strict=True):
         type(module).__module__ = origin
+        watch_hidden_outputs(module)
         if len(modules) > 1:
             module.register_forward_hook(_gather_for_backward)
     for group, other_policy in others:

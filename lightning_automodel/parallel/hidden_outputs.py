@@ -1,0 +1,44 @@
+"""Finds the tensors of an output in which FSDP2 sees none, so that its backward pass is seen.
+
+FSDP2 hooks onto the tensors that a module returns: their gradients tell it when to gather the module's parameters, and
+that gradients are to be reduced. It looks for them in tuples, dicts and dataclasses, and not in an object of another
+class. A model without blocks that returned such an object trained without a word: on each rank with the gradients of
+its own samples.
+"""
+
+import gc
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel._compat.fsdp2 import watch_outputs
+from lightning_automodel._compat.pytree import tree_leaves
+
+_DEPTH = 4  # of containers in an object
+_ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refers to, and does not hold
+
+
+def watch_hidden_outputs(module: nn.Module) -> None:
+    """Show FSDP2, of which ``module`` is a unit, the tensors that an output hides from it."""
+    module.register_forward_hook(_watch)
+
+
+def _watch(module: nn.Module, args: tuple, output: Any) -> None:
+    if isinstance(output, Tensor) or not torch.is_grad_enabled():
+        return
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+        return
+    hidden: list[Tensor] = []
+    _collect(output, hidden, _DEPTH)
+    if hidden:
+        watch_outputs(module, hidden)
+
+
+def _collect(value: Any, found: list[Tensor], depth: int) -> None:
+    if isinstance(value, Tensor):
+        found += [value] if value.requires_grad else []
+    elif depth and not isinstance(value, _ELSEWHERE):
+        for held in gc.get_referents(value):
+            _collect(held, found, depth - 1)
