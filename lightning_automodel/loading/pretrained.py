@@ -25,15 +25,17 @@ from lightning_automodel._compat.loading import (
     reports_on_rank_zero,
 )
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
 from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
 from lightning_automodel.loading.quantized import refuse_quantized, share_forms
-from lightning_automodel.loading.safetensors import SlicedFile
+from lightning_automodel.loading.safetensors import SlicedFile, widest_float
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter
 from lightning_automodel.loading.whole_values import on_shards
 from lightning_automodel.modules.adapted_bases import note_files
 from lightning_automodel.modules.four_bit import describe, four_bit_layers, store_as_rows
+from lightning_automodel.modules.structure import is_kept_in_float32
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
@@ -83,6 +85,8 @@ class _ShardedLoading:
         self.replicas, self.is_restored = replicas, is_restored
         self.ties: dict[PreTrainedModel, list[list[str]]] = {}
         """Of models that are being loaded: the names of each parameter that has several."""
+        self.asked: dict[PreTrainedModel, dict[str, torch.dtype]] = {}
+        """Of those models: the dtypes that ``from_pretrained`` was asked for, of parameters that are stored wider."""
 
     def steps(self) -> LoadingSteps:
         """List the steps for transformers to call."""
@@ -106,7 +110,9 @@ class _ShardedLoading:
         for parameter in model.parameters():  # transformers makes new ones of what it reads, whatever was frozen before
             parameter.requires_grad_(parameter.is_floating_point())
         self.ties[model] = tie_groups(_tie(model))
+        asked = {name: p.dtype for name, p in model.named_parameters() if not is_kept_in_float32(model, name)}
         self.parallelize(model)
+        self.asked[model] = _stored_wider(model, asked, widest_float(files) if files else torch.float64.itemsize)
         home = home_of(model, self.device)
         is_quantized = getattr(model, "is_quantized", False)  # checkpoints do not say all of four-bit weights
         if self.is_restored is not None and not is_quantized and self.is_restored(model):
@@ -134,6 +140,7 @@ class _ShardedLoading:
         with reports_on_rank_zero():
             result = original(model, replace(load_config, device_map={"": home_of(model, self.device)}), info, *args)
         note_files(model, loaded)
+        _round(model, self.asked.pop(model, {}), loaded)
         if self.replicas is not None:
             copy_among_replicas(model, sorted(loaded), self.replicas)
             share_forms(model, partial(broadcast_object, group=self.replicas))
@@ -142,6 +149,25 @@ class _ShardedLoading:
             describe(module, form)  # torch makes new tensors where it moves DTensors
         _check_ties(model, self.ties.pop(model, []))
         return result
+
+
+def _stored_wider(model: nn.Module, asked: dict[str, torch.dtype], in_files: int) -> dict[str, torch.dtype]:
+    """Keep those dtypes that are narrower than what the files hold, and than what ``model`` stores by now."""
+    stored = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    sizes = {name: min(dtype.itemsize, in_files) for name, dtype in stored.items()}
+    return {name: dtype for name, dtype in asked.items() if dtype.itemsize < sizes.get(name, 0)}
+
+
+def _round(model: nn.Module, asked: dict[str, torch.dtype], read: set[str]) -> None:
+    """Let parameters that were read have values of the dtype that was asked for, as on one device.
+
+    transformers reads in the dtype of the parameter, which the precision of the trainer says. Where files are wider
+    than what was asked for, the rest of their digits would train here, and not where a model is read before it is cast.
+    """
+    with torch.no_grad():
+        for name in asked.keys() & read:
+            local = local_tensor(model.get_parameter(name))
+            local.copy_(local.to(asked[name]))
 
 
 def _read_and_tell(read: Callable[[], Any], replicas: ProcessGroup) -> Any:

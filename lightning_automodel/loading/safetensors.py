@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Iterable
 from io import FileIO
 from typing import Any
 
@@ -51,6 +52,19 @@ class SlicedFile:
         if entry["dtype"] not in str_to_torch_dtype:
             return mapped
         return FileSlice(mapped, self._bytes, self._start + entry["data_offsets"][0], entry["shape"])
+
+
+def widest_float(files: Iterable[str | os.PathLike[str]]) -> int:
+    """Returns the bytes of the widest floating-point numbers in ``files``; of files other than safetensors' own, 8."""
+    widest = 0
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            return torch.float64.itemsize
+        with safe_open(file, "pt") as opened:
+            names = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - not a dict
+        dtypes = [str_to_torch_dtype[name] for name in names if name in str_to_torch_dtype]
+        widest = max([widest, *(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)])
+    return widest
 
 
 class FileSlice:

@@ -123,6 +123,25 @@ def stored_dtypes(directory: Path) -> dict[str, torch.dtype]:
     }
 
 
+def digits(wide: torch.dtype, sizes: dict[str, int], directory: Path) -> list[str]:
+    """Names of parameters that do not have the values of a model that was read in bfloat16 and cast."""
+    write(directory, True, wide)
+    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).float()
+    mesh = build_mesh(resolve_sizes(2, **sizes), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh, param_dtype=torch.float32), CPU):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    whole = {name: gather_on_rank_zero(p) for name, p in model.named_parameters()}
+    if dist.get_rank():
+        return []
+    return [name for name, p in expected.named_parameters() if not torch.equal(whole[name], p)]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+def test_values_have_the_digits_that_were_asked_for(pool2: Pool, wide: torch.dtype, sizes: dict[str, int]) -> None:
+    assert pool2.run(digits, wide, sizes, with_directory=True) == [[], []]
+
+
 def test_precision_decides_the_dtype_of_parameters_and_leaves_buffers(pool2: Pool) -> None:
     for dtypes in pool2.run(stored_dtypes, with_directory=True):
         assert dtypes == {"wide": torch.float32, "narrow": torch.bfloat16, "buffer": torch.float32}
