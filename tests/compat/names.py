@@ -64,7 +64,11 @@ ATTRIBUTES = {
         "_unsharded_param",
     ),
     f"{FSDP}._fsdp_param_group:FSDPParamGroup": ("_partial_reduce_output",),
-    f"{FSDP}._fsdp_state:FSDPState": ("_auto_reshard_after_forward", "_fsdp_param_groups"),
+    f"{FSDP}._fsdp_state:FSDPState": (
+        "_auto_reshard_after_forward",
+        "_fsdp_param_groups",
+        "_register_pre_backward_hook",
+    ),
     f"{PL}:LightningModule": ("_compiler_ctx", "_device", "_device_mesh"),
     f"{PL}.cli:LightningCLI": ("_get", "_subcommand_parsers"),
     f"{PL}.callbacks:ModelCheckpoint": (
