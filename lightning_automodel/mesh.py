@@ -28,6 +28,7 @@ from lightning_automodel.distributed.kept_groups import keep
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
 DP, DP_SHARD_CP, DP_CP, CP_TP = "dp", "dp_shard_cp", "dp_cp", "cp_tp"
 EFSDP, EP = "efsdp", "ep"
+EXPERTS = (EFSDP, EP)
 AXES = (DP_REPLICATE, DP_SHARD, CP, TP)
 FLATTENED = {
     DP: (DP_REPLICATE, DP_SHARD),
@@ -117,9 +118,14 @@ def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
     if sizes.ep > 1:
         unflatten_axis(axis(mesh, DP_SHARD_CP), {EFSDP: sizes.dp_shard * sizes.cp // sizes.ep, EP: sizes.ep})
     if timeout is not None:
-        for name in (*AXES, *FLATTENED, *((EFSDP, EP) if sizes.ep > 1 else ())):
+        for name in names_of_axes(mesh):
             set_timeout(axis(mesh, name).get_group(), timeout)
     return mesh
+
+
+def names_of_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Name the axes of a mesh of :func:`build_mesh`, the flattened ones and those of experts after its own four."""
+    return (*AXES, *FLATTENED, *(name for name in EXPERTS if _has_axis(mesh, name)))
 
 
 def share_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
@@ -215,7 +221,7 @@ def find_axes(mesh: DeviceMesh, names: AxisNames) -> Axes:
 
 
 def _expert_axes(mesh: DeviceMesh, replicas: str | None) -> ExpertAxes | None:
-    if not _has_axis(mesh, EP) or not _has_axis(mesh, EFSDP) or axis(mesh, EP).size() == 1:
+    if not all(_has_axis(mesh, name) for name in EXPERTS) or axis(mesh, EP).size() == 1:
         return None
     return ExpertAxes(ep=axis(mesh, EP), data=axis(mesh, replicas, EFSDP) if replicas else axis(mesh, EFSDP))
 

@@ -5,7 +5,7 @@
     compute         FLOPs / (peak x share) + bytes of other operations / (memory bandwidth x share)
     a collective    latency + (n - 1) / n x bytes / bandwidth of n ranks, twice that for all-reduce
     bandwidth       inside a node, or across: min(inside, all interfaces of a node that the group has)
-    step            max(compute, other collectives) + tp and cp collectives
+    step            max(compute, other collectives) + tp and cp collectives and all-to-all
     MFU             3 x FLOPs of the forward pass / (step x peak); causal attention counts as full
     cost            devices x price per hour x hours per 10^9 tokens
 """
@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_automodel.mesh import AXES, FLATTENED, MeshSizes
+from lightning_automodel.mesh import AXES, EP, EXPERTS, FLATTENED, MeshSizes
 from lightning_automodel.planner.hardware import Hardware
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.watch import FORWARD, HEAD, Collective, Watched
@@ -66,7 +66,7 @@ def estimate(watched: Watched, run: Run, hardware: Hardware) -> Estimate:
     traffic = sum(watched.traffic.values()) / (hardware.memory_bandwidth * hardware.memory_share)
     compute = sum(watched.flops.values()) / (hardware.flops * hardware.matmul_share) + traffic
     times = {key: seconds_of(key, watched, run.sizes, hardware) for key in watched.counts}
-    waited = sum(time for key, time in times.items() if key.axis in _WAITED_FOR)
+    waited = sum(time for key, time in times.items() if key.axis in _WAITED_FOR or key.kind == "all_to_all")
     beside = sum(times.values()) - waited
     step = max(compute, beside) + waited
     tokens, world = tokens_of(run), run.sizes.world
@@ -98,6 +98,9 @@ def bandwidth(ranks: Sequence[int], hardware: Hardware) -> float:
 
 def ranks_of(axis: str, sizes: MeshSizes) -> list[int]:
     """List the ranks of rank 0's group over an axis, or over several that were flattened; all ranks for others."""
+    if axis in EXPERTS:
+        shards, ep, tp = sizes.dp_shard * sizes.cp, sizes.ep, sizes.tp
+        return list(range(0, ep * tp, tp) if axis == EP else range(0, shards * tp, ep * tp))
     names = FLATTENED.get(axis, (axis,) if axis in AXES else AXES)
     ranks = [0]
     for i, name in enumerate(AXES):

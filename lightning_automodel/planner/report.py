@@ -4,13 +4,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from lightning_automodel.mesh import AXES, EXPERTS
 from lightning_automodel.planner.estimate import FORMULA, model_flops, ranks_of, seconds_of
 from lightning_automodel.planner.hardware import GIGA, TERA
 from lightning_automodel.planner.plan import Plan
 from lightning_automodel.planner.watch import PHASES, ROLES, Collective
 
 _MOST_PARAMETERS = 16
-_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def describe(found: Plan) -> str:
@@ -32,13 +32,11 @@ def _mesh(found: Plan) -> Iterator[str]:
     sizes, devices = found.run.sizes, found.hardware.devices
     nodes = -(-sizes.world // devices)
     yield f"Mesh: {sizes.world} ranks on {nodes} nodes of {devices} {found.hardware.name}"
-    for axis in _AXES:
+    for axis in (*AXES, *(EXPERTS if sizes.ep > 1 else ())):
         ranks = ranks_of(axis, sizes)
         if len(ranks) > 1:
             where = "inside a node" if ranks[-1] < devices else f"across {len({r // devices for r in ranks})} nodes"
             yield f"  {axis:<14}{len(ranks):>6}   {where:<18} ranks {_listed(ranks)}"
-    if sizes.ep > 1:
-        yield f"  {'ep':<14}{sizes.ep:>6}   of dp_shard x cp"
 
 
 def _listed(ranks: list[int]) -> str:
@@ -93,7 +91,7 @@ def _time(found: Plan) -> Iterator[str]:
     flops = model_flops(found.watched) * world
     yield f"FLOPs: {flops / e.tokens / GIGA:.2f} G per token, {flops / TERA:,.1f} T per step, of all ranks"
     yield (
-        f"Step: about {e.step:.3f} s (compute {e.compute:.3f}, tp and cp {e.waited:.3f}, "
+        f"Step: about {e.step:.3f} s (compute {e.compute:.3f}, tp, cp and ep {e.waited:.3f}, "
         f"parameters and gradients {e.beside:.3f} beside)"
     )
     yield f"Speed: about {e.speed:,.0f} tokens/s, {e.speed / world:,.0f} per device; MFU {e.mfu:.1%}"

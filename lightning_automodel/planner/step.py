@@ -18,7 +18,7 @@ from lightning_automodel._compat.dtensor import StridedShard
 from lightning_automodel._compat.modules import own_buffers
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
-from lightning_automodel.mesh import AXES, FLATTENED, axis
+from lightning_automodel.mesh import axis, names_of_axes
 from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.parallel.fsdp2 import gradients_held
 from lightning_automodel.planner.watch import (
@@ -39,7 +39,7 @@ from lightning_automodel.plans.selection import wildcard
 def axes_of_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Name the groups of this rank by their ranks: of one axis where it is one, else of several."""
     found: dict[tuple[int, ...], str] = {}
-    for name in (*AXES, *FLATTENED):
+    for name in names_of_axes(mesh):
         ranks = tuple(dist.get_process_group_ranks(axis(mesh, name).get_group()))
         found.setdefault(ranks, name)
     found.setdefault(tuple(range(dist.get_world_size())), "world")

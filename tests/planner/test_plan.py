@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.cli import main
-from lightning_automodel.mesh import resolve_sizes
+from lightning_automodel.mesh import EXPERTS, axis, names_of_axes, resolve_sizes
 from lightning_automodel.planner.estimate import bandwidth, ranks_of
 from lightning_automodel.planner.hardware import HARDWARE, find_hardware
 from lightning_automodel.planner.layers import extrapolate
@@ -68,6 +69,31 @@ def test_ranks_and_links_of_an_axis() -> None:
     assert bandwidth([0, 1, 2, 3], H100) == H100.inside
     assert bandwidth([0, 32], H100) == H100.across
     assert bandwidth(list(range(64)), H100) == 8 * H100.across  # eight interfaces of each node
+
+
+def test_ranks_of_every_axis_are_those_of_the_mesh() -> None:
+    run = replace(run_of(LAYOUTS["dp2"]), sizes=resolve_sizes(64, tp=2, cp=2, dp_replicate=2, ep=4))
+    with stage(run) as mesh:
+        groups = {name: dist.get_process_group_ranks(axis(mesh, name).get_group()) for name in names_of_axes(mesh)}
+    assert groups["ep"] == [0, 2, 4, 6]
+    assert groups == {name: ranks_of(name, run.sizes) for name in groups}
+
+
+def test_seconds_of_tokens_that_travel() -> None:
+    """Tokens are waited for in groups inside of a node; experts are gathered beside, by ranks of two nodes."""
+    run = Run(sizes=resolve_sizes(16, ep=8), config=FSDP2Config(), sequence_length=32)
+    found = plan(tiny_config("qwen3_moe", num_experts=16, num_hidden_layers=2), run, H100)
+    of_experts = [key for key in found.watched.counts if key.axis in EXPERTS]
+    assert {(key.kind, key.axis) for key in of_experts} == {
+        ("all_to_all", "ep"),
+        ("all_gather", "efsdp"),
+        ("reduce_scatter", "efsdp"),
+    }
+    tokens = [key for key in of_experts if key.axis == "ep"]
+    sent = sum(found.watched.volume[key] for key in tokens) * 7 / 8 / H100.inside
+    waits = sum(found.watched.counts[key] for key in tokens) * H100.latency
+    assert found.estimate.waited == pytest.approx(sent + waits)
+    assert "ep                 8   inside a node      ranks 0, 1, 2, 3, ..., 7" in describe(found)
 
 
 def test_names_that_are_not_known() -> None:
