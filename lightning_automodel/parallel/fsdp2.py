@@ -34,10 +34,10 @@ from lightning_automodel.modules.structure import (
 )
 from lightning_automodel.parallel.autocast import widen_stream
 from lightning_automodel.parallel.experts.units import (
+    experts_inside,
     find_expert_units,
     parameters_of_units,
     shard_experts,
-    units_inside,
 )
 from lightning_automodel.parallel.fsdp2_units import (
     blocks_of_their_own,
@@ -129,15 +129,17 @@ def apply_fsdp2(
     grouped = group_blocks(model, blocks, config.fsdp2_min_num_params)
     units = [unit for unit in (embedding, *grouped, head) if unit]
     first_in_backward = last_blocks(model, blocks) | head.keys()
+    freed = dict.fromkeys(experts, config.reshard_after_forward)
     for unit in units:
         after = reshards(unit, config, first_in_backward, head)
         shared = [p for p in parameters_of(unit) if p not in elsewhere]
         shard_unit(unit.values(), shared, mesh, inside, in_float32, after, offload, elsewhere, fully_shard_fn)
+        freed |= dict.fromkeys(experts_inside(unit, experts), after)
     in_units = {p for unit in units for p in parameters_of(unit)}
     rest = [p for p in model.parameters() if p not in in_units | elsewhere]
     shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, elsewhere, fully_shard_fn)
     if axes.experts is not None:
-        shard_experts(experts, axes, inside, in_float32, offload, config.reshard_after_forward)
+        shard_experts(experts, axes, inside, in_float32, offload, freed)
     if towers or reads_more_than_text(model):
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.
@@ -150,7 +152,8 @@ def apply_fsdp2(
     if config.enable_fsdp2_prefetch:
         depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
         forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
-        set_prefetch(forward, backward, *depths, inside=units_inside(units, experts))
+        nested = {next(iter(unit.values())): list(experts_inside(unit, experts).values()) for unit in units}
+        set_prefetch(forward, backward, *depths, inside=nested)
 
 
 def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:

@@ -1,6 +1,6 @@
 """The FSDP2 units of experts: gathered over fewer ranks than all else, stored under the label of all else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from lightning_automodel._compat.fsdp2 import gather_unwatched, relabel
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.mesh import Axes
-from lightning_automodel.modules.wrappers import is_wrapper, unwrapped
+from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.experts import experts_of_rank
 from lightning_automodel.parallel.shard_unit import shard_unit
 
@@ -34,17 +34,19 @@ def shard_experts(
     mp_policy: MixedPrecisionPolicy,
     in_float32: set[nn.Parameter],
     offload: OffloadPolicy,
-    reshard: bool | int | None,
+    freed: Mapping[str, bool | int | None],
 ) -> None:
     """Shard each of ``units`` over ``axes.experts.data``, and let its parameters say that they lie over ``axes.data``.
 
     That is so: chunk r of all experts is on data rank r. To be called after the blocks around them were sharded.
+    ``freed`` says of each whether it is freed after its forward pass, as the block around it is.
     """
     assert axes.experts is not None
     mesh: DeviceMesh = axes.experts.data
-    if reshard is not None and not isinstance(reshard, bool) and mesh.size(mesh.ndim - 1) % reshard:
-        reshard = True  # groups of so many ranks are for those that gather all else
-    for unit in units.values():
+    for name, unit in units.items():
+        reshard = freed[name]
+        if reshard is not None and not isinstance(reshard, bool) and mesh.size(mesh.ndim - 1) % reshard:
+            reshard = True  # groups of so many ranks are for those that gather all else
         stacked, of_rank = _stacked(unit), experts_of_rank(unit)
         assert of_rank is not None
         others = [p for p in unit.parameters() if all(p is not mine for mine in stacked)]
@@ -53,19 +55,12 @@ def shard_experts(
         gather_unwatched(unit)
 
 
-def units_inside(
-    units: Sequence[Mapping[str, nn.Module]], experts: Mapping[str, nn.Module]
-) -> dict[nn.Module, list[nn.Module]]:
-    """Find the units of experts inside of each unit of blocks, by the first module of that."""
-    return {
-        next(iter(unit.values())): [
-            module for name, module in experts.items() if any(name.startswith(f"{block}.") for block in unit)
-        ]
-        for unit in units
-    }
+def experts_inside(unit: Mapping[str, nn.Module], experts: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Find the units of experts inside of a unit of blocks."""
+    return {name: module for name, module in experts.items() if any(name.startswith(f"{block}.") for block in unit)}
 
 
 def _stacked(unit: nn.Module) -> list[nn.Parameter]:
-    of_rank, module = experts_of_rank(unit), unwrapped(unit) if is_wrapper(unit) else unit
+    of_rank = experts_of_rank(unit)
     assert of_rank is not None
-    return [p for name in of_rank.stacked if (p := own_parameters(module)[name]) is not None]
+    return [p for name in of_rank.stacked if (p := own_parameters(unwrapped(unit))[name]) is not None]
