@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.install import defers_logits
 from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_input_embedding, outermost
@@ -82,11 +83,12 @@ def differentiate_stream(model: nn.Module, towers: dict[str, nn.Module]) -> None
     """
     embedding = find_input_embedding(model) if isinstance(model, PreTrainedModel) else None
     blocks = [name for name in find_independent_blocks(model) if outermost(list(towers), name) is None]
+    outside = [module for name, module in model.named_modules() if outermost(blocks, name) is None]
 
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if not isinstance(output, Tensor) or output.requires_grad or not torch.is_grad_enabled():
             return output
-        trains = any(p.requires_grad for n, p in model.named_parameters() if outermost(blocks, n) is None)
+        trains = any(p.requires_grad for m in outside for p in own_parameters(m).values() if p is not None)
         return output.requires_grad_().clone() if trains else output  # models write features into it
 
     if embedding is not None:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import DP_SHARD_CP, axis
-from lightning_automodel.modules.structure import find_blocks, find_large_ends
+from lightning_automodel.modules.structure import find_blocks, find_large_ends, find_towers
 from lightning_automodel.parallel.autocast import widen_stream
-from lightning_automodel.parallel.fsdp2_units import group_blocks
+from lightning_automodel.parallel.fsdp2_units import differentiate_stream, group_blocks
 from lightning_automodel.parallelizer import (
     DefaultParallelizationStrategy,
     apply_fsdp2_sharding_recursively,
@@ -212,3 +212,20 @@ def test_without_a_named_embedding() -> None:
     assert find_large_ends(model) == ({}, {})
     with pytest.raises(ValueError, match="PPFormulaNetForConditionalGeneration names none"):
         widen_stream(model, torch.float32)
+
+
+def test_the_stream_is_differentiated_where_something_outside_of_blocks_trains() -> None:
+    """As things are in each forward pass: callbacks freeze and unfreeze in the middle of a run."""
+    model = tiny_model("llava").requires_grad_(False)
+    towers = find_towers(model)
+    embedding, block = model.get_input_embeddings(), list(find_blocks(model).values())[-1]
+    differentiate_stream(model, towers)
+    ids = torch.arange(3, 9).unsqueeze(0)
+    for trains, expected in ((block, False), *((tower, True) for tower in towers.values()), (model.lm_head, True)):
+        trains.requires_grad_(True)
+        assert embedding(ids).requires_grad == expected
+        trains.requires_grad_(False)
+    assert not embedding(ids).requires_grad
+    model.lm_head.requires_grad_(True)
+    with torch.no_grad():
+        assert not embedding(ids).requires_grad
