@@ -88,19 +88,10 @@ class CheckpointingParallelizationStrategy(DefaultParallelizationStrategy):
     """The default strategy, with activation checkpointing where the caller says nothing of it."""
 
     @override
-    def parallelize(
-        self,
-        model: nn.Module,
-        device_mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        offload_policy: CPUOffloadPolicy | dict[str, Any] | bool | None = None,
-        sequence_parallel: bool = False,
-        activation_checkpointing: bool | str = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> nn.Module:
-        given = (mp_policy, offload_policy, sequence_parallel, activation_checkpointing)
-        return super().parallelize(model, device_mesh, *given, *args, **kwargs)
+    def parallelize(self, model: nn.Module, device_mesh: DeviceMesh, *args: Any, **kwargs: Any) -> nn.Module:
+        if len(args) < 4:  # the fourth is activation_checkpointing
+            kwargs.setdefault("activation_checkpointing", True)
+        return super().parallelize(model, device_mesh, *args, **kwargs)
 
 
 PARALLELIZATION_STRATEGIES: dict[str, ParallelizationStrategy] = {

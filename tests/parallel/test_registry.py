@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.parallelizer import (
     PARALLELIZATION_STRATEGIES,
     DefaultParallelizationStrategy,
@@ -84,6 +85,21 @@ def test_classes_derived_from_a_registered_one(registry: dict[str, Parallelizati
     model = build_llama()
     model.__class__ = type("FSDPMine", (FSDPModule, Mine), {})
     assert type(get_parallelization_strategy(model)) is Recording
+
+
+def test_checkpointing_where_the_caller_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def apply(setup: FSDP2Setup, model: nn.Module, mesh: Any) -> nn.Module:
+        found.append(setup.config.activation_checkpointing)
+        return model
+
+    monkeypatch.setattr(FSDP2Setup, "apply", apply)
+    strategy, given = PARALLELIZATION_STRATEGIES["LTX2VideoTransformer3DModel"], (MixedPrecisionPolicy(), None, False)
+    for arguments in (given, (*given, False), (*given, "selective")):
+        strategy.parallelize(nn.Linear(2, 2), None, *arguments)
+    strategy.parallelize(nn.Linear(2, 2), None, activation_checkpointing=False)
+    assert found == [True, False, "selective", False]
 
 
 def test_what_is_no_strategy() -> None:
