@@ -36,7 +36,9 @@ def told_to_autograd() -> Generator[None, None, None]:
         FakeTensor.__torch_dispatch__ = classmethod(original)  # type: ignore[assignment,method-assign]
 
 
-class _Event:
+class Event:
+    """An event of a stream that does everything in order."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def record(self, stream: Any = None) -> None: ...
@@ -49,7 +51,9 @@ class _Event:
         return True
 
 
-class _Stream:
+class Stream:
+    """The only stream."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
@@ -57,7 +61,7 @@ class _Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        return event or Event()
 
     def synchronize(self) -> None: ...
 
@@ -65,10 +69,10 @@ class _Stream:
 @contextmanager
 def without_cuda() -> Generator[None, None, None]:
     """Replace what FSDP2 and transformers call of the driver: one stream does everything in order."""
-    only = _Stream()
+    only = Stream()
     calls: dict[str, Any] = {
-        "Event": _Event,
-        "Stream": _Stream,
+        "Event": Event,
+        "Stream": Stream,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: only,
         "get_device_capability": lambda device=None: (9, 0),

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_automodel.distributed.collectives import shard_bounds
 from lightning_automodel.parallel.experts.dispatch import Routes, Rows, dispatch
 
 
@@ -15,12 +16,7 @@ def dispatch_evenly(
     ranks = group.size()
     counts = torch.zeros(ranks, len(places) // ranks, dtype=torch.int64, device=index.device)
     dist.all_to_all_single(torch.empty_like(counts), counts, group=group)
-    rows = [len(part) for part in range_of(index.numel(), ranks)]
+    rows = [shard_bounds(index.numel(), ranks, i)[1] for i in range(ranks)]
     order = places[index.reshape(-1)].argsort(stable=True)
     experts = torch.zeros(sum(rows), dtype=torch.int64, device=index.device)
     return dispatch(hidden, weights, run, Routes(order, rows, rows, experts), group)
-
-
-def range_of(size: int, parts: int) -> list[range]:
-    """Cut ``size`` into ``parts`` that differ by one at most."""
-    return [range(size * i // parts, size * (i + 1) // parts) for i in range(parts)]

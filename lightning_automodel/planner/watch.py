@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_automodel._compat.fake import group_of, is_wrapper, key_of, packet_of
 from lightning_automodel._compat.fake_cuda import ASKS_DEVICE
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
+from lightning_automodel.gradients import to_local_if_dtensor
 
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = "parameters", "gradients", "optimizer", "gathered parameters"
 ACTIVATIONS, LOSS, TEMPORARIES = "activations", "head and loss", "temporaries"
@@ -134,7 +134,7 @@ class Watch(TorchDispatchMode):
             known: only of memory that was said to be for this.
         """
         for tensor in tensors:
-            held = None if tensor is None else self._note(_local(tensor))
+            held = None if tensor is None else self._note(to_local_if_dtensor(tensor))
             if held is not None and known in (None, held.role):
                 held.role = role
 
@@ -239,10 +239,6 @@ class Watch(TorchDispatchMode):
             held.role = GATHERED if held.role == TEMPORARIES else held.role
             self._change(held, size - held.bytes)
         return result
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(values: Iterable[Any]) -> int:

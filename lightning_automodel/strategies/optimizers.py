@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_automodel._compat.optimization import no_step_hooks
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.uneven_shards import PARTITION
+from lightning_automodel.gradients import to_local_if_dtensor
 
 RIGHT_ON_SHARDS = ("Muon", "StableAdamW")
 """They work on whole matrices, and DTensor's operators compute the same from shards: compared with one process."""
@@ -148,7 +149,7 @@ def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[Any, A
 
 
 def _any_element(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = to_local_if_dtensor(tensor)
     return local.flatten()[0].detach() if local.numel() else torch.zeros(())
 
 

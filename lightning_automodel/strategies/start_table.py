@@ -11,8 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import MeshSizes
 from lightning_automodel.modules.four_bit import count_weights
 
@@ -70,7 +70,7 @@ def _trained(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = to_local_if_dtensor(tensor)
     return local.numel() * local.element_size()
 
 

@@ -7,37 +7,14 @@ from typing import Any
 import torch
 from megatron_fsdp import param_and_grad_buffer
 
+from lightning_automodel._compat.fake_cuda import CPU, Event, Stream
 from lightning_automodel.parallel.megatron_fsdp import device
 
 coalescing_manager = param_and_grad_buffer._coalescing_manager
 
 
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Stream:
-    device = torch.device("cpu")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def synchronize(self) -> None: ...
+class _Stream(Stream):
+    device = CPU
 
 
 @contextmanager
@@ -60,7 +37,7 @@ def install() -> None:
     replaced = {
         "current_device": lambda: 0,
         "Stream": _Stream,
-        "Event": _Event,
+        "Event": Event,
         "current_stream": lambda device=None: only,
         "stream": _stream,
     }
