@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightning_automodel import FSDP2TPStrategy
@@ -15,7 +16,16 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.checkpointing.test_mid_step import SaveAfter
 from tests.support.families import tiny_model
 from tests.support.marks import with_long
-from tests.support.training import VOCABULARY, Recorder, batches, make_trainer, whole_parameters, world_size
+from tests.support.training import (
+    VOCABULARY,
+    Recorder,
+    batches,
+    make_trainer,
+    rows,
+    whole,
+    whole_parameters,
+    world_size,
+)
 
 EPS = (1, 2, 4)
 
@@ -67,7 +77,14 @@ def run(
         strategy, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=callbacks
     )
     trainer.fit(module, batches(world_size(), shuffle=False), ckpt_path=resume)
-    return {"losses": module.losses, "parameters": whole_parameters(module)}
+    return {"losses": module.losses, "parameters": whole_parameters(module), "optimizer": states(module)}
+
+
+def states(module: Experts) -> dict[tuple[str, str], torch.Tensor]:
+    """Copies of what the optimizer keeps of each parameter."""
+    (optimizer,), names = module.trainer.optimizers, {p: name for name, p in module.named_parameters()}
+    kept = {(names[p], key): value for p, state in optimizer.state.items() for key, value in state.items()}
+    return {place: whole(value) for place, value in kept.items() if isinstance(value, torch.Tensor)}
 
 
 def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -84,19 +101,46 @@ def test_runs_of_every_ep_go_on_from_one_another(
 ) -> None:
     """After the second optimizer step (4), and between the micro-batches of the third (5)."""
     expected = Pool(nursery, 1).run(run, None, None, None, trainer=True)[0]
-    whole = pool4.run(run, {"ep": source}, tmp_path / "a.ckpt", None, None, at, trainer=True)[0]
+    first = pool4.run(run, {"ep": source}, tmp_path / "a.ckpt", None, None, at, trainer=True)[0]
     again = pool4.run(run, {"ep": target}, None, tmp_path / "a.ckpt", trainer=True)[0]
-    assert whole["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert first["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert again["losses"] == pytest.approx(expected["losses"][at:], abs=1e-5)
-    assert largest_difference(whole, expected) < 2e-5
+    assert largest_difference(first, expected) < 2e-5
     assert largest_difference(again, expected) < 2e-5
+
+
+def test_what_one_ep_saves_another_reads_bit_by_bit(pool4: Pool, tmp_path: Path) -> None:
+    saved = pool4.run(run, {"ep": 4}, tmp_path / "a.ckpt", None, None, 8, trainer=True)[0]
+    read = pool4.run(run, {"ep": 1}, None, tmp_path / "a.ckpt", trainer=True)[0]
+    assert read["losses"] == []  # the last batch was through
+    assert ("model.model.layers.0.mlp.experts.gate_up_proj", "exp_avg") in saved["optimizer"]
+    for what in ("parameters", "optimizer"):
+        assert read[what].keys() == saved[what].keys()
+        for name, value in saved[what].items():
+            assert torch.equal(read[what][name], value), name
+
+
+def validated(sizes: dict[str, int] | None) -> dict[str, float]:
+    """Runs on each rank: five batches of one row, which four ranks cannot share evenly, before and in training."""
+    module, loader = Experts(), DataLoader(TensorDataset(rows(5)), batch_size=1)
+    trainer = make_trainer("auto" if sizes is None else FSDP2TPStrategy(**sizes), max_epochs=1)
+    before = trainer.validate(module, loader, verbose=False)[0]["val_loss"]
+    trainer.fit(module, batches(world_size(), shuffle=False), loader)
+    return {"before": before, "after": float(trainer.callback_metrics["val_loss"])}
+
+
+def test_validation_with_uneven_batches(nursery: Nursery, pool4: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(validated, None, trainer=True)
+    assert expected["after"] != pytest.approx(expected["before"], rel=1e-2)
+    for found in pool4.run(validated, {"ep": 2}, trainer=True, timeout=60):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_checkpoint_goes_on_alone(nursery: Nursery, pool4: Pool, tmp_path: Path) -> None:
     path = tmp_path / "ep.ckpt"
-    whole = pool4.run(run, {"ep": 2}, path, None, trainer=True)[0]
+    saved = pool4.run(run, {"ep": 2}, path, None, trainer=True)[0]
     alone = Pool(nursery, 1).run(run, {}, None, path, trainer=True)[0]
-    assert largest_difference(alone, whole) < 2e-5
+    assert largest_difference(alone, saved) < 2e-5
 
 
 def test_files_are_read_and_written_as_by_one_process(nursery: Nursery, pool4: Pool, tmp_path: Path) -> None:
