@@ -25,6 +25,8 @@ _RUNS = ("MASTER_PORT", "SLURM_JOB_ID")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 _SPARE = 0.8  # share of a device's memory for weights
 _WAIT = 0.2  # seconds
+_LONGEST = 3600.0  # seconds that an export may take
+_STARTED, _APART = time.time(), 60.0  # processes of a run start so many seconds apart at most
 
 
 @contextmanager
@@ -35,7 +37,7 @@ def opened(model: str) -> Generator[str, None, None]:
         model: that, or a checkpoint.
 
     Raises:
-        ValueError: if it is a checkpoint that cannot be exported.
+        ValueError: if it is a checkpoint that cannot be exported, on all processes of the node.
     """
     if not is_checkpoint(Path(model)):
         yield model
@@ -46,8 +48,8 @@ def opened(model: str) -> Generator[str, None, None]:
     try:
         if first:
             _export(model, folder)
-        while not folder.is_dir():
-            time.sleep(_WAIT)
+        else:
+            _await_export(model, folder)
         yield str(folder)
     finally:
         if first:
@@ -61,14 +63,33 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _export(checkpoint: str, folder: Path) -> None:
-    unfinished = folder.with_name(f"{folder.name}.part")
+    unfinished, failure = (folder.with_name(f"{folder.name}.{end}") for end in ("part", "failed"))
+    failure.unlink(missing_ok=True)
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     try:
         export(checkpoint, str(unfinished), merge=True)
         unfinished.rename(folder)
+    except Exception as error:
+        failure.parent.mkdir(parents=True, exist_ok=True)
+        failure.write_text(str(error))
+        raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _await_export(checkpoint: str, folder: Path) -> None:
+    """Wait for the first process of this node, and fail as it fails."""
+    failure, end = folder.with_name(f"{folder.name}.failed"), time.monotonic() + _LONGEST
+    while not folder.is_dir():
+        if failure.is_file() and failure.stat().st_mtime > _STARTED - _APART:
+            raise ValueError(failure.read_text())
+        if time.monotonic() > end:
+            raise ValueError(
+                f"{checkpoint} was not exported within {_LONGEST / 60:.0f} minutes by the first process of this node; "
+                "see what it says, or export it once (lightning-automodel export) and give that directory"
+            )
+        time.sleep(_WAIT)
 
 
 def make_trainer(model: str, tp: int | None, devices: int | None, precision: str | None) -> L.Trainer:

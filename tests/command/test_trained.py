@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_automodel.cli import main
+from lightning_automodel.command import trained
 from lightning_automodel.command.text import Sampling, generate
-from lightning_automodel.command.trained import devices_needed
+from lightning_automodel.command.trained import devices_needed, opened
 from lightning_automodel.finetuning import CausalLM, TextDataModule
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import make_trainer
@@ -71,6 +72,30 @@ def test_a_checkpoint_and_its_export_are_judged_alike(
     with torch.no_grad():
         losses = [float(model(**row).loss) * count for row, count in zip(rows, targets, strict=True)]
     assert found[0]["loss"] == pytest.approx(sum(losses) / sum(targets), rel=1e-5)
+
+
+def test_all_processes_of_a_node_fail_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no.ckpt").write_bytes(b"nothing")
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv(trained._FOLDER, str(tmp_path / "export"))
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(Exception) as failed, opened(str(tmp_path / "no.ckpt")):  # noqa: PT011
+            pass
+        said.append(str(failed.value))
+    assert said[0] == said[1] != ""
+
+
+def test_an_export_that_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "1.ckpt").write_bytes(b"nothing")
+    monkeypatch.setenv(trained._FOLDER, str(tmp_path / "export"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(trained, "_LONGEST", 0.5)
+    with (
+        pytest.raises(ValueError, match="was not exported within 0 minutes by the first"),
+        opened(str(tmp_path / "1.ckpt")),
+    ):
+        pass
 
 
 def test_what_evaluate_cannot_do_is_one_line(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
