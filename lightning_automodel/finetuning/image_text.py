@@ -222,23 +222,41 @@ class ChatCollator:
 
     def _turns(self, record: ChatRecord, ids: Tensor) -> list[tuple[int, int]]:
         """Find the tokens of the assistant's turns: what the template adds behind the header that asks for them."""
-        turns = []
+        whole, turns = self._words(record.messages), []
         for index, message in enumerate(record.messages):
             if message["role"] != "assistant":
                 continue
-            before = self._ids(record.messages[:index], add_generation_prompt=True)
-            after = self._ids(record.messages[: index + 1])
-            if not (torch.equal(after[: len(before)], before) and torch.equal(ids[: len(after)], after)):
+            begin = self._length(record.messages, index, ids, whole, add_generation_prompt=True)
+            end = self._length(record.messages, index + 1, ids, whole)
+            if begin is None or end is None or begin > end:
                 raise ValueError(
                     f"{record.place}: the chat template renders message {index} differently when others follow, so "
                     " the assistant's words cannot be found; end the record with its only assistant message"
                 )
-            turns.append((len(before), len(after)))
+            turns.append((begin, end))
         return turns
 
-    def _ids(self, messages: list[dict[str, Any]], **template: Any) -> Tensor:
-        batch = self._process([messages], **template)
-        return batch["input_ids"][0, batch["attention_mask"][0].bool()]
+    def _length(
+        self, messages: list[dict[str, Any]], count: int, ids: Tensor, whole: list[int], **template: Any
+    ) -> int | None:
+        """Count how many of ``ids`` the first ``count`` messages are; ``None``: they are rendered differently alone.
+
+        Only images make more tokens of what the template writes. Where none follows, the words that follow are counted.
+        """
+        first = messages[:count]
+        if not images_of(messages[count:]):
+            words = self._words(first, **template)
+            rest = whole[len(words) :]
+            if whole[: len(words)] == words and ids[len(ids) - len(rest) :].tolist() == rest:
+                return len(ids) - len(rest)
+        batch = self._process([first], **template)
+        alone = batch["input_ids"][0, batch["attention_mask"][0].bool()]
+        return len(alone) if torch.equal(ids[: len(alone)], alone) else None
+
+    def _words(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
+        """Return the tokens of what the template writes, with a mark for each image."""
+        text = self.processor.apply_chat_template(messages, tokenize=False, **template)
+        return list(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _image_tokens(self) -> list[int]:
         names = ("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id")

@@ -12,6 +12,8 @@ from transformers import AutoProcessor
 from examples.vision import make_model, make_pictures
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM
+from lightning_automodel.finetuning.image_text import ChatCollator
+from lightning_automodel.finetuning.sources import ChatRecord
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import make_trainer, whole_parameters, world_size
 
@@ -40,6 +42,30 @@ def test_only_the_answer_is_trained_on(folder: Path) -> None:
         answer = processor.tokenizer.decode(labels[labels >= 0])
         assert answer in {f"{color}<eos>\n" for color in ("red", "green", "blue", "white")}
         assert torch.equal(ids[labels >= 0], labels[labels >= 0])
+
+
+def _message(role: str, text: str, *images: Path) -> dict[str, Any]:
+    shown = [{"type": "image", "image": str(image)} for image in images]
+    return {"role": role, "content": [*shown, {"type": "text", "text": text}]}
+
+
+@pytest.mark.parametrize(("later", "times"), [(0, 1), (1, 3)])
+def test_images_are_prepared_once_unless_more_follow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, later: int, times: int
+) -> None:
+    images = sorted((folder / "data").rglob("*.png"))[:2]
+    said = ["red", "a green one", "blue"]
+    asked = [_message("user", "?", *shown) for shown in (images[:1], images[1 : 1 + later], [])]
+    messages = [m for ask, answer in zip(asked, said, strict=True) for m in (ask, _message("assistant", answer))]
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    calls, process = [], ChatCollator._process
+    monkeypatch.setattr(ChatCollator, "_process", lambda *a, **k: calls.append(1) or process(*a, **k))
+    found = ChatCollator(processor, 256)([ChatRecord("here", messages, None)])["labels"]
+    assert len(calls) == times
+    monkeypatch.setattr(ChatCollator, "_words", lambda _, messages, **k: [len(messages)])  # by the processor itself
+    assert torch.equal(ChatCollator(processor, 256)([ChatRecord("here", messages, None)])["labels"], found)
+    words = processor.tokenizer.decode(found[found >= 0])
+    assert words == "".join(f"{answer}<eos>\n" for answer in said)
 
 
 def _fit(folder: str, tp: int) -> list[torch.Tensor]:
