@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from examples.records import write_records
+
 CONFIG = Path(__file__).with_suffix(".yaml")
 BUILD = Path("build/quickstart")
 STOP_AT = 50  # optimizer steps, half of what the configuration asks for
@@ -31,6 +33,8 @@ def main() -> None:
     announce("1/4 a small Llama checkpoint, and Python's standard library as text")
     copy_text()
     make_checkpoint()
+    write_records(BUILD)  # for the other examples
+    make_mixture()
     write_held_out_rows()
     announce(f"2/4 fine-tuning with tp=2, stopped after {STOP_AT} steps")
     fit(f"--trainer.max_steps={STOP_AT}")
@@ -91,6 +95,29 @@ def make_checkpoint() -> None:
     print(f"{model.num_parameters() / 1e6:.1f} M parameters in {BUILD / 'model'}")
 
 
+def make_mixture() -> None:
+    """Writes a random mixture of experts with the same tokenizer, for ``examples/experts.yaml``."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(BUILD / "experts")
+    AutoTokenizer.from_pretrained(BUILD / "model").save_pretrained(BUILD / "experts")
+
+
 def write_held_out_rows() -> None:
     """Writes the rows that the trainer will validate on, for the process that knows nothing of this package."""
     from lightning_automodel.finetuning import TextDataModule
@@ -125,8 +152,9 @@ def judge(*models: Path) -> list[dict[str, Any]]:
 def run(command: list[str], capture: bool = False) -> str:
     """Runs a command and ends with its exit code if it fails."""
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE if capture else None)
+    done = subprocess.run(command, env=environment, text=True, capture_output=capture)
     if done.returncode:
+        sys.stderr.write(done.stderr or "")
         sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}")
     return done.stdout or ""
 

@@ -18,7 +18,9 @@ class LaunchedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self.before_launch()
-        super()._configure_launcher()
+        # One process starts no other; with a launcher Lightning would refuse it in a notebook, which is no script.
+        if len(self.parallel_devices or ()) * self.num_nodes > 1:  # type: ignore[attr-defined]
+            super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
         return self.own_backend() or super()._get_process_group_backend()  # type: ignore[misc]

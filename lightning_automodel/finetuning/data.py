@@ -15,7 +15,7 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.mixture import Files, repeat, sources_of, weights_of
-from lightning_automodel.finetuning.pretrained import looked_up
+from lightning_automodel.finetuning.pretrained import looked_up, padding_of
 from lightning_automodel.finetuning.report import describe_rows
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
 from lightning_automodel.finetuning.store import Part, TokenStore, store_key
@@ -216,9 +216,7 @@ class TextDataModule(L.LightningDataModule):
         return DataLoader(stream, **self._of_loader(packing=self.packing))
 
     def _of_loader(self, *, packing: bool) -> dict[str, Any]:
-        tokenizer = self.loaded_tokenizer
-        candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        pad = next(token for token in candidates if token is not None)
+        pad = padding_of(self.loaded_tokenizer)
         return {
             "batch_size": self.batch_size,
             "collate_fn": Collator(pad, self.pad_to_multiple_of, self.sequence_length if packing else None),

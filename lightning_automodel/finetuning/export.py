@@ -106,9 +106,11 @@ def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _model_of(module: L.LightningModule) -> PreTrainedModel:
     models = [model for child in module.children() for model in _outermost_models(child)]
+    if len(models) > 1:  # beside a teacher, or a reference
+        models = [model for model in models if any(p.requires_grad for p in model.parameters())]
     if len(models) != 1:
         raise ValueError(
-            f"{type(module).__name__} holds {len(models)} Hugging Face models as attributes; HuggingFaceExport writes "
+            f"{type(module).__name__} holds {len(models)} Hugging Face models that train; HuggingFaceExport writes "
             "exactly one. Write yours with model.save_pretrained(directory), on every rank, instead"
         )
     return models[0]

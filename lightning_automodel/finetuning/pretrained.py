@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 _OF_LOOKUP = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
 
@@ -72,6 +72,12 @@ def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Co
 def of_lookup(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of ``from_pretrained`` that say where to look."""
     return {key: value for key, value in kwargs.items() if key in _OF_LOOKUP}
+
+
+def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id that fills rows: any will do, because no label and no mask counts it."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in candidates if token is not None)
 
 
 def check_vocabulary(config: PreTrainedConfig, data: Any) -> None:

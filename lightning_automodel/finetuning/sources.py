@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_automodel.finetuning.data_sets import PREFIX, is_saved_set, load_set, saved_set, stamp_of
-from lightning_automodel.finetuning.formats import PLAIN, form_of, read_text, read_values
+from lightning_automodel.finetuning.formats import PLAIN, Placed, form_of, read_text, read_values
 
 FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,15 @@ class ChatRecord:
 
 
 Record = TextRecord | PromptRecord | ChatRecord
+
+
+@dataclass(frozen=True)
+class PairRecord:
+    """Two answers to one prompt: both are chats, or both are texts."""
+
+    place: str
+    chosen: PromptRecord | ChatRecord
+    rejected: PromptRecord | ChatRecord
 
 
 def expand(patterns: str | Sequence[str]) -> list[Path]:
@@ -89,9 +99,7 @@ def make_record(place: str, value: Any, columns: Mapping[str, str] | None = None
     Raises:
         ValueError: naming the place, for anything else.
     """
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}: a {type(value).__name__}; a record is an object: {FORMS}")
-    value = {**value, **{key: value[column] for key, column in (columns or {}).items() if column in value}}
+    value = _renamed(place, value, columns, FORMS)
     if "messages" in value:
         return ChatRecord(place, _messages(place, value["messages"]), value.get("tools"))
     if "prompt" in value and "completion" in value:
@@ -101,6 +109,42 @@ def make_record(place: str, value: Any, columns: Mapping[str, str] | None = None
     keys = ", ".join(sorted(map(str, value)))
     hint = "or say which of them are meant: columns={'prompt': 'question'}"
     raise ValueError(f"{place}: keys {keys} make no record; use {FORMS}, {hint}")
+
+
+def make_pair(place: str, value: Any, columns: Mapping[str, str] | None = None) -> PairRecord:
+    """Make a preference pair of what a file or a data set holds at ``place``.
+
+    Args:
+        place: for errors.
+        value: a mapping with a prompt and two answers, as strings or as lists of messages.
+        columns: from the keys of a record to those of ``value``.
+
+    Raises:
+        ValueError: naming the place, for anything else, and for two equal answers.
+    """
+    value = _renamed(place, value, columns, PAIR)
+    missing = [key for key in ("prompt", "chosen", "rejected") if key not in value]
+    if missing:
+        raise ValueError(
+            f"{place}: no {' and no '.join(map(repr, missing))} among the keys {', '.join(sorted(map(str, value)))}; a "
+            f"pair is {PAIR}, or columns={{'prompt': 'question'}} says which keys are meant"
+        )
+    if value["chosen"] == value["rejected"]:
+        raise ValueError(f"{place}: 'chosen' and 'rejected' are the same, so nothing is preferred; leave it out")
+    chosen, rejected = (_answered(place, value, key) for key in ("chosen", "rejected"))
+    return PairRecord(place, chosen, rejected)
+
+
+def _answered(place: str, value: dict[str, Any], key: str) -> PromptRecord | ChatRecord:
+    if isinstance(value["prompt"], list) and isinstance(value[key], list):
+        return ChatRecord(place, _messages(place, [*value["prompt"], *value[key]]), value.get("tools"))
+    return PromptRecord(place, _string(place, value, "prompt"), _string(place, value, key))
+
+
+def _renamed(place: str, value: Any, columns: Mapping[str, str] | None, forms: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: a {type(value).__name__}; a record is an object: {forms}")
+    return {**value, **{key: value[column] for key, column in (columns or {}).items() if column in value}}
 
 
 def _string(place: str, value: dict[str, Any], key: str) -> str:
@@ -147,8 +191,21 @@ class Source:
         if not self.is_set:
             yield from read_records([Path(self.name)], columns)
             return
-        for number, value in enumerate(load_set(self.name, streaming=streaming), start=1):
-            yield make_record(f"{self.name}:row {number}", value, columns)
+        yield from (make_record(place, value, columns) for place, value in self.values(streaming=streaming))
+
+    def values(self, *, streaming: bool) -> Iterator[Placed]:
+        """Read its values, each with its place.
+
+        Raises:
+            ValueError: for plain text, which is one document and no values.
+        """
+        if self.is_set:
+            for number, value in enumerate(load_set(self.name, streaming=streaming), start=1):
+                yield f"{self.name}:row {number}", value
+        elif self.form == PLAIN:
+            raise ValueError(f"{self.name} is plain text; records stand in .jsonl, .json, .csv or .parquet files")
+        else:
+            yield from read_values(Path(self.name))
 
     def stamp(self) -> Any:
         """Return what changes when its content does."""
