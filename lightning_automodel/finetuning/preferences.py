@@ -156,8 +156,8 @@ class PairDataset(Dataset[Pair]):
         chosen = list(encoder.encode(pair.chosen for pair in pairs))
         rejected = list(encoder.encode(pair.rejected for pair in pairs))
         self.pairs = list(zip(chosen, rejected, strict=True))
-        for record, documents in zip(pairs, self.pairs, strict=True):
-            _check_pair(record, documents, sequence_length)
+        for record, answers in zip(pairs, self.pairs, strict=True):
+            _check_pair(record, answers, sequence_length)
         documents = [*chosen, *rejected]
         self.tokens = sum(len(document.ids) for document in documents)
         self.largest_token = max((int(document.ids.max()) for document in documents), default=-1)
