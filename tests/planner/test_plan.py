@@ -43,6 +43,7 @@ def test_layers_of_two_kinds() -> None:
     assert found.watched.peaks["backward"]["parameters"] > 0
 
 
+@pytest.mark.long
 def test_a_large_world_is_planned_in_words() -> None:
     run = Run(
         sizes=resolve_sizes(1024, tp=8, dp_replicate=2),

@@ -93,7 +93,7 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("source", "target", "at"),
-    with_long([(1, 2, 4), (2, 4, 5), (4, 1, 5)], (1, 2, 4)),
+    with_long([(1, 2, 4), (2, 4, 5), (4, 1, 5)], (1, 2, 4), (2, 4, 5)),
     ids=["1 to 2", "2 to 4", "4 to 1"],
 )
 def test_runs_of_every_ep_go_on_from_one_another(
@@ -105,8 +105,8 @@ def test_runs_of_every_ep_go_on_from_one_another(
     again = pool4.run(run, {"ep": target}, None, tmp_path / "a.ckpt", trainer=True)[0]
     assert first["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert again["losses"] == pytest.approx(expected["losses"][at:], abs=1e-5)
-    assert largest_difference(first, expected) < 2e-5
-    assert largest_difference(again, expected) < 2e-5
+    assert largest_difference(first, expected) < 1e-4
+    assert largest_difference(again, expected) < 1e-4
 
 
 def test_what_one_ep_saves_another_reads_bit_by_bit(pool4: Pool, tmp_path: Path) -> None:

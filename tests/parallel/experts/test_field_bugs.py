@@ -14,6 +14,7 @@ from lightning_automodel.testing.pool import Pool
 from tests.parallel.experts.test_exact import EIGHT
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 SIZES = {"dp_shard": 4, "ep": 2}
 SCHEDULE = Schedule(steps=2, micro_batches=2, clip=0.5)
@@ -37,7 +38,7 @@ def starved_errors(implementations: tuple[str, ...], checkpointing: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", with_long([False, True], True))
 def test_ranks_without_rows_compute_along(checkpointing: bool, pool4: Pool) -> None:
     for found in pool4.run(starved_errors, ("eager", "grouped_mm", "batched_mm"), checkpointing):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}

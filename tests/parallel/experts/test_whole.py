@@ -10,6 +10,7 @@ from tests.exactness.test_families import check, errors
 from tests.parallel.experts.test_exact import EIGHT
 from tests.support.comparison import Schedule
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 from tests.support.run_family import Run
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h")
@@ -20,7 +21,7 @@ def plan(family: str) -> dict[str, str]:
     return {"extends": "model", **tiny_model(family).ep_plan}
 
 
-@pytest.mark.parametrize("kind", ["tp=2", "dp_shard=2 x tp=2"])
+@pytest.mark.parametrize("kind", with_long(["tp=2", "dp_shard=2 x tp=2"], "dp_shard=2 x tp=2"))
 def test_it_is_exact(kind: str, pool2: Pool, pool4: Pool) -> None:
     levers = {} if kind == "tp=2" else {"sequence_parallel": True, "activation_checkpointing": True}
     sizes = {"tp": 2} if kind == "tp=2" else {"dp_shard": 2, "tp": 2}
