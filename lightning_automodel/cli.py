@@ -25,6 +25,7 @@ from lightning_automodel.command.interruption import GoOnCommand
 from lightning_automodel.command.mistakes import describe_mistake, proposal, squeezed
 from lightning_automodel.command.predictions import PredictingTrainer
 from lightning_automodel.command.quiet import be_quiet
+from lightning_automodel.command.report import report_command
 from lightning_automodel.command.text import generate
 from lightning_automodel.command.writable import refuse_unwritable
 from lightning_automodel.config import FSDP2Config
@@ -34,7 +35,7 @@ from lightning_automodel.planner.command import plan_command
 _DESCRIPTION = (
     "Trains and evaluates. Of what was trained there are also: lightning-automodel generate MODEL (text, "
     "conversations), evaluate MODEL --files=... (loss and perplexity), export CKPT OUT (Hugging Face's format) and "
-    "consolidate CKPT FILE (one Lightning file). Before a run: plan."
+    "consolidate CKPT FILE (one Lightning file); of what was logged: report RUN_DIR (a page). Before a run: plan."
 )
 _TOOLS: dict[str, Any] = {
     "generate": generate,
@@ -42,6 +43,7 @@ _TOOLS: dict[str, Any] = {
     "export": export,
     "consolidate": consolidate,
 }
+_COMMANDS: dict[str, Any] = {"plan": plan_command, "report": report_command}
 
 
 class AutomodelCLI(LightningCLI):
@@ -76,7 +78,7 @@ class AutomodelCLI(LightningCLI):
         try:
             super().parse_arguments(parser, _with_torch_optimizers(given) if isinstance(given, list) else given)
         except ArgumentError as error:
-            commands = [*self.subcommands(), *_TOOLS]
+            commands = [*self.subcommands(), *_TOOLS, *_COMMANDS]
             raise ValueError(describe_mistake(str(error), self._known_keys(), commands)) from None
         if self.config.get("subcommand") == "fit":
             self._bound_run(self.config.fit.trainer)
@@ -175,8 +177,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if given and given[0] in _TOOLS:
             run_tool(given)
-        elif given[:1] == ["plan"]:
-            plan_command(given[1:])
+        elif given and given[0] in _COMMANDS:
+            _COMMANDS[given[0]](given[1:])
         else:
             AutomodelCLI(args)
     except MisconfigurationException as error:

@@ -15,7 +15,7 @@ PACKAGE = Path(lightning_automodel.__file__).parent
 
 FLOORS = (
     ("_compat",),
-    ("distributed", "gradients", "modules"),
+    ("distributed", "gradients", "modules", "pages"),
     ("config", "mesh"),
     ("checkpointing", "loading"),
     ("loss", "plans"),

@@ -12,11 +12,13 @@ from jsonargparse import auto_cli
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.mesh import resolve_sizes
-from lightning_automodel.planner.hardware import find_hardware
-from lightning_automodel.planner.plan import plan
+from lightning_automodel.pages import save
+from lightning_automodel.planner.hardware import Hardware, find_hardware
+from lightning_automodel.planner.html import plan_page
+from lightning_automodel.planner.plan import Plan, plan
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.report import describe
-from lightning_automodel.planner.search import describe_search, search
+from lightning_automodel.planner.search import Rejected, describe_search, search
 
 _FIELDS = {field.name for field in dataclasses.fields(FSDP2Config)}
 
@@ -68,6 +70,7 @@ def _plan(
     switches: dict[str, Any] | None = None,
     search: bool = False,
     write: str | None = None,
+    html: str | None = None,
 ) -> None:
     """Say what a run of FSDP2TPStrategy needs: memory, communication, time and cost, before it is started.
 
@@ -88,6 +91,7 @@ def _plan(
         switches: fields of FSDP2Config; each may be given as --FIELD too.
         search: try the layouts of this world, and rank those that fit by tokens per second.
         write: YAML file to write the run (with --search, the best one) to.
+        html: file to write the same to as a page, with pictures.
 
     Raises:
         ValueError: if the model or the number of processes is missing, or something does not fit.
@@ -98,21 +102,23 @@ def _plan(
     if "model" not in told or "world" not in told:
         raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
     hardware, run = find_hardware(gpu, price), _run_of(told)
-    if search:
-        found = _search(told["model"], run, hardware)
-        best = found[0].run if found else None
-    else:
-        print(describe(plan(told["model"], run, hardware)), end="")
-        best = run
+    fitting, others = _search(told["model"], run, hardware) if search else ([plan(told["model"], run, hardware)], [])
+    best = fitting[0].run if fitting else None
+    if not search:
+        print(describe(fitting[0]), end="")
+    if html:
+        found, ranked = (fitting[0] if fitting else None), (fitting if search else [])
+        save(html, plan_page(found, ranked, others))
+        print(f"The page is written to {html}")
     if write and best is not None:
         Path(write).write_text(yaml.safe_dump(yaml_of(told["model"], best, hardware.devices), sort_keys=False))
         print(f"The run is written to {write}: lightning-automodel fit --config={write} --data.train_files=...")
 
 
-def _search(model: str, run: Run, hardware: Any) -> list[Any]:
+def _search(model: str, run: Run, hardware: Hardware) -> tuple[list[Plan], list[Rejected]]:
     fitting, others = search(model, run, hardware)
     print(describe_search(fitting, others), end="")
-    return fitting
+    return fitting, others
 
 
 def _run_of(told: Mapping[str, Any]) -> Run:

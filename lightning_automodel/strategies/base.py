@@ -22,7 +22,6 @@ from lightning_automodel._compat.lightning import (
     choose_checkpoint_paths,
     optimizers_to_device,
 )
-from lightning_automodel.distributed.logs import log
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
@@ -36,7 +35,7 @@ from lightning_automodel.strategies.faults.preemption import Preemption
 from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
-from lightning_automodel.strategies.start_table import start_table
+from lightning_automodel.strategies.start_table import tell_start
 
 
 class SharedHooks(SavingStrategy):
@@ -163,7 +162,7 @@ class SharedHooks(SavingStrategy):
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self._agreement.start()
         self.return_gradients()
-        log(start_table(self._trainer, self._module, self.sizes, self.config))
+        tell_start(self._trainer, self._module, self.sizes, self.config)
 
     @override
     def on_validation_start(self) -> None:

@@ -12,22 +12,39 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.logs import log
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import MeshSizes
 from lightning_automodel.modules.four_bit import count_weights
 
 WIDTH = 100
+START_TABLE = "start_table.txt"
+"""The table's file in the directory of a logger, with lines of any length."""
 _COLUMN = 12
 
 
-def start_table(trainer: "pl.Trainer", module: "pl.LightningModule", sizes: MeshSizes, config: Any) -> str:
-    """Describe a run that is about to train, in lines of at most :data:`WIDTH` characters.
+def tell_start(trainer: "pl.Trainer", module: "pl.LightningModule", sizes: MeshSizes, config: Any) -> None:
+    """Log the table of :func:`start_table` on rank 0, and keep it where the numbers of the run are logged."""
+    log(start_table(trainer, module, sizes, config))
+    if trainer.is_global_zero:
+        table = start_table(trainer, module, sizes, config, width=None)
+        for folder in {logger.log_dir for logger in trainer.loggers if logger.log_dir}:
+            Location.of(folder).make_folder()
+            (Location.of(folder) / START_TABLE).write(f"{table}\n".encode())
+
+
+def start_table(
+    trainer: "pl.Trainer", module: "pl.LightningModule", sizes: MeshSizes, config: Any, width: int | None = WIDTH
+) -> str:
+    """Describe a run that is about to train.
 
     Args:
         trainer: whose loops and loaders are set up.
         module: made parallel, on its device.
         sizes: of the mesh.
         config: the switches of the strategy, a dataclass.
+        width: of the lines, at most, in characters.
     """
     rows = [
         ("strategy", _mesh(trainer, sizes)),
@@ -37,11 +54,11 @@ def start_table(trainer: "pl.Trainer", module: "pl.LightningModule", sizes: Mesh
         ("steps", _steps(trainer, module)),
         *(("output", place) for place in _places(trainer)),
     ]
-    return "\n".join(["this run", *(f"  {name:<{_COLUMN}}{_short(text)}" for name, text in rows if text)])
+    return "\n".join(["this run", *(f"  {name:<{_COLUMN}}{_short(text, width)}" for name, text in rows if text)])
 
 
-def _short(text: str) -> str:
-    room = WIDTH - _COLUMN - 2
+def _short(text: str, width: int | None) -> str:
+    room = len(text) if width is None else width - _COLUMN - 2
     return text if len(text) <= room else f"{text[: room - 3]}..."
 
 
