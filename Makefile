@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch faults lint format bench quickstart clean
+.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench quickstart clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ venv: $(STAMP) ## create .venv (or bring it up to date) with the pinned versions
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev,docs]' -c constraints.txt
 	@touch $@
 
 test: $(STAMP) ## run the tests on this machine's CPU; PYTEST_ARGS="-k name" chooses some
@@ -61,6 +61,9 @@ lint: $(STAMP) ## check style, format and types
 format: $(STAMP) ## mend style and format where that is mechanical
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(STAMP) ## build the documentation as a site, build/site; a dead link or name is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP) ## list the benchmarks, or run some: BENCH="name other_name"
 	$(BIN)/python -m benchmarks $(BENCH)
