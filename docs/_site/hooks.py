@@ -1,4 +1,4 @@
-"""What mkdocs does beside building pages: modules are spelled out, links that leave the folder become names of files."""
+"""What mkdocs does beside building pages: modules are spelled out, links that leave the folder become file names."""
 
 import importlib
 import re
