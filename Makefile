@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench quickstart clean
+.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-smoke quickstart clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,8 +65,11 @@ format: $(STAMP) ## mend style and format where that is mechanical
 docs: $(STAMP) ## build the documentation as a site, build/site; a dead link or name is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: $(STAMP) ## list the benchmarks, or run some: BENCH="name other_name"
-	$(BIN)/python -m benchmarks $(BENCH)
+bench: $(STAMP) ## run all benchmarks and write their pages, or only some: BENCH="name other_name"
+	$(BIN)/python -m benchmarks $(or $(BENCH),--all) --write
+
+bench-smoke: $(STAMP) ## run every benchmark in its smallest form: none rots
+	$(BIN)/python -m benchmarks --all --smoke
 
 quickstart: $(STAMP) ## train a tiny model on two processes of this machine
 	$(BIN)/python -m examples.quickstart

@@ -1,54 +1,31 @@
-"""What benchmarks measure and write with: process memory, medians, the table in docs/."""
+"""What benchmarks measure with: process memory, medians, seconds."""
 
-import argparse
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 import transformers
 
 
-class Document:
-    """A table in docs/ that is printed as it grows, and written where ``--write`` asks for it."""
-
-    def __init__(self, name: str) -> None:
-        self.path = Path(__file__).resolve().parents[1] / "docs" / name
-        self.lines: list[str] = []
-
-    def add_flag(self, parser: argparse.ArgumentParser) -> None:
-        """Give ``parser`` the option."""
-        parser.add_argument("--write", action="store_true", help=f"write {self.path.name}")
-
-    def add(self, lines: Iterable[str]) -> None:
-        """Print lines, one by one as they come, and keep them."""
-        for line in lines:
-            print(line, flush=True)
-            self.lines.append(line)
-
-    def finish(self, write: bool, *more: str) -> None:
-        """Write the file, with ``more`` lines at its end."""
-        if write:
-            self.path.parent.mkdir(exist_ok=True)
-            self.path.write_text("\n".join([*self.lines, *more]) + "\n")
-
-
-def write_above_sections(path: Path, lines: Iterable[str]) -> None:
-    """Write ``lines`` where the text above the first section of ``path`` was; sections are not measured, and stay."""
-    _, *sections = path.read_text().partition("\n## ") if path.exists() else ("",)
-    path.write_text("\n".join([*lines, ""]) + "".join(sections))
-
-
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Take the median of each figure over the runs."""
     return {key: median(run[key] for run in runs) for key in runs[0]}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile, or a single value twice."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def describe_machine() -> str:

@@ -4,7 +4,6 @@ The bytes that autograd saves for the backward pass inside of the last layer, pa
 counted once; and how many of these are as large as the whole residual stream, [batch, seq, hidden].
 """
 
-import argparse
 import copy
 import os
 import platform
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks._measure import Document
+from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.modules.structure import find_blocks
@@ -45,18 +44,27 @@ MIB = 2**20
 
 
 def main() -> None:
-    document = Document("activation_memory.md")
-    parser = argparse.ArgumentParser(description=__doc__)
+    page = Page("activation_memory.md", "activation_memory")
+    parser = page.parser(__doc__)
     parser.add_argument("--length", type=int, default=1024, help="tokens")
-    document.add_flag(parser)
     arguments = parser.parse_args()
-    document.add([*describe(arguments.length), ""])
+    length = 32 if arguments.smoke else arguments.length
+    page.add([*describe(length), ""])
     nursery = Nursery()
     try:
-        document.add(rows(Pool(nursery, 2), arguments.length))
+        page.add(rows(Pool(nursery, 2), length))
     finally:
         nursery.close()
-    document.finish(arguments.write)
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    worst = max(float(row[2].partition("(")[2].rstrip(")")) for row in tables[0].rows)
+    cut = max(float(row[3].partition("(")[2].rstrip(")")) for row in tables[0].rows)
+    return (
+        f"saved activations of a layer on tp=2: at most {worst:.2f} of one process's, {cut:.2f} with the sequence cut"
+    )
 
 
 def describe(length: int) -> list[str]:

@@ -3,7 +3,6 @@
 Writes docs/checkpoint_times.md.
 """
 
-import argparse
 import importlib
 import os
 import shutil
@@ -21,13 +20,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaForCausalLM
 
-from benchmarks._measure import Memory, describe_machine, timed, write_above_sections
+from benchmarks._measure import Memory, describe_machine, timed
 from benchmarks._model_on_disk import config
+from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.testing.pool import Nursery, Pool
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "checkpoint_times.md"
 RANKS = 4
 VARIANTS = (
     "ours, dp_shard=4",
@@ -78,24 +77,36 @@ class Module(L.LightningModule):
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    page = Page("checkpoint_times.md", "checkpoint", keeps_sections=True)
+    parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--layers", type=int, default=8, help="47 million parameters each, beside 131 million")
-    parser.add_argument("--repetitions", type=int, default=3, help="rounds over the variants; medians are kept")
-    parser.add_argument("--table", type=Path, default=DOCUMENT, help="what is written")
     options = parser.parse_args()
+    layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)
     task = importlib.import_module("benchmarks.checkpoint").measure  # ranks cannot import __main__
     nursery = Nursery()
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    for _ in range(options.repetitions):
+    for _ in range(repetitions):
         for name in VARIANTS:
             with tempfile.TemporaryDirectory() as directory:
                 pool = Pool(nursery, RANKS)
-                ranks = pool.run(task, name, options.layers, directory, trainer=True, timeout=600)
+                ranks = pool.run(task, name, layers, directory, trainer=True, timeout=600)
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
                 print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
     nursery.close()
-    write_above_sections(options.table, lines(rounds))
-    print(options.table.read_text())
+    page.add(lines(rounds))
+    page.finish(options)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    ours, theirs = "ours, dp_shard=4", "Lightning's ModelParallelStrategy"
+    save, resume = COLUMNS["save"], COLUMNS["resume"]
+    ratios = [tables[0].number(ours, column) / tables[0].number(theirs, column) for column in (save, resume)]
+    waits = tables[0].number("ours, in the background", COLUMNS["blocked"]) / tables[0].number(ours, save)
+    return (
+        f"a save takes {ratios[0]:.2f} and a resume {ratios[1]:.2f} of {theirs}'s; in the background, training waits "
+        f"{100 * waits:.0f} % of a save"
+    )
 
 
 def build_strategy(name: str) -> Strategy:
@@ -167,7 +178,7 @@ def lines(rounds: dict[str, list[dict[str, float]]]) -> list[str]:
     result = [
         "# What a checkpoint costs",
         "",
-        f"`python -m benchmarks.checkpoint` ({describe_machine()}).",
+        f"`python -m benchmarks.checkpoint --write` ({describe_machine()}).",
         "",
         f"Weights and AdamW's moments of a Llama in bf16, on {RANKS} ranks of one machine and one disk. The third save",
         "of a run is timed, under a new name; the one before it is deleted afterwards. Memory is what a process holds",

@@ -7,11 +7,9 @@ once, of the rank that keeps most; tensors are fake, so that 65536 tokens need n
 which are real, so their sequences are shorter.
 """
 
-import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
+from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed import head_exchange, sequence_rows
 from lightning_automodel.loss import vocab_parallel
@@ -34,7 +33,6 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.context import derive_context_layout
 from lightning_automodel.testing.pool import Nursery, Pool
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "context_memory.md"
 SIZES: dict[str, Any] = dict(
     hidden_size=512,
     intermediate_size=1408,
@@ -52,27 +50,28 @@ MIB, GIB = 2**20, 2**30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    page = Page("context_memory.md", "context")
+    parser = page.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of sequences without masks")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     arguments = parser.parse_args()
+    lengths, masked = ((256,), (128,)) if arguments.smoke else (arguments.lengths, MASKED)
     nursery = Nursery()
     try:
-        lines = list(report(nursery, arguments.lengths))
+        page.add(report(nursery, lengths, masked))
     finally:
         nursery.close()
-    if arguments.write:
-        DOCUMENT.write_text("\n".join([*lines, ""]))
+    page.finish(arguments)
 
 
-def report(nursery: Nursery, lengths: list[int]) -> Iterator[str]:
-    """The document, line by line, printed as it comes."""
-    for line in _report(nursery, lengths):
-        print(line, flush=True)
-        yield line
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    kept = tables[0].columns.index("cp=2 gather")
+    row = next(row for row in reversed(tables[0].rows) if "packed" not in row[0])
+    return f"of {row[0]} tokens, a rank of cp=2 keeps {row[kept].split()[0]} MiB for {row[1]} MiB on one process"
 
 
-def _report(nursery: Nursery, lengths: list[int]) -> Iterator[str]:
+def report(nursery: Nursery, lengths: Sequence[int], masked: Sequence[int]) -> Iterator[str]:
+    """The page, line by line."""
     yield "# What context parallelism saves"
     yield ""
     yield (
@@ -92,7 +91,7 @@ def _report(nursery: Nursery, lengths: list[int]) -> Iterator[str]:
         yield f"| {length} | {' | '.join(_cells(found))} |"
         pairs = zip(LAYOUTS, found, strict=True)
         per_token = {cp: kept / length for (cp, exchange), (kept, _) in pairs if exchange == "gather"}
-    for length in MASKED:
+    for length in masked:
         found = [max(Pool(nursery, cp).run(_packed, length, cp, exchange, timeout=300)) for cp, exchange in LAYOUTS]
         yield f"| {length} packed | {' | '.join(_cells(found))} |"
     yield ""

@@ -5,7 +5,6 @@ Bytes are counted while a step runs on four ranks: what a rank receives, of two 
 all that is not a layer cancels. Memory is the peak of one step. Times are medians of alternating steps.
 """
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks._measure import Document, describe_machine
+from benchmarks._measure import describe_machine
+from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
@@ -56,20 +56,25 @@ WAYS = {
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.experts``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
+    page = Page("experts_traffic.md", "experts")
+    parser = page.parser(__doc__, rounds=7)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each data rank")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="the smallest form: 64 tokens, one round")
-    document = Document("experts_traffic.md")
-    document.add_flag(parser)
     arguments = parser.parse_args()
     nursery = Nursery()
     try:
         tokens, rounds = ((64,), 1) if arguments.smoke else (arguments.tokens, arguments.rounds)
-        document.add(report(nursery, tokens, rounds))
+        page.add(report(nursery, tokens, rounds))
     finally:
         nursery.close()
-    document.finish(arguments.write)
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    first, name = tables[0], "ep=4 (dp_shard=4)"
+    moved = first.number(name, "received, MiB") / first.number("gathered", "received, MiB")
+    seconds = first.number(name, "ratio")
+    return f"ep=4 receives {moved:.2f} of what gathered experts do, and takes {seconds:.2f} of the time"
 
 
 def report(nursery: Nursery, tokens: Any, rounds: int) -> Iterator[str]:

@@ -8,7 +8,6 @@ With CUDA devices the rows are those of two GPUs (of one GPU: what one can show)
 bfloat16, and ``--write`` writes docs/levers_cuda.md.
 """
 
-import argparse
 import os
 import platform
 import statistics
@@ -26,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from benchmarks._lever_rows import DEVICE, HERE, LEVERS, RANKS, Lever, model_config
-from benchmarks._measure import Document, medians
+from benchmarks._measure import medians
+from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
@@ -38,19 +38,26 @@ WARM = 2
 
 
 def main() -> None:
-    document = Document("levers.md" if DEVICE == "cpu" else "levers_cuda.md")
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
+    page = Page("levers.md" if DEVICE == "cpu" else "levers_cuda.md", "levers")
+    parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--only", default="", help="rows whose names contain this, and the defaults")
-    document.add_flag(parser)
     arguments = parser.parse_args()
     nursery = Nursery()
-    document.add(describe())
+    page.add(describe())
     try:
-        document.add(table(Pool(nursery, RANKS), arguments.rounds, arguments.only))
+        rounds = 1 if arguments.smoke else arguments.rounds
+        page.add(table(Pool(nursery, RANKS), rounds, "none" if arguments.smoke else arguments.only))
     finally:
         nursery.close()
-    document.finish(arguments.write, "", "## When to use them", "", *sentences())
+    page.finish(arguments, "", "## When to use them", "", *sentences())
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    memory = {row[1]: row[3] for row in tables[0].rows if row[0] == f"tp={RANKS}"}
+    named = {name: ratio for name, ratio in memory.items() if ratio.replace(".", "").isdigit()}
+    best = min(named, key=lambda name: float(named[name]))
+    return f"the lever that saves most on tp={RANKS}: {best}, {named[best]} of the peak"
 
 
 def describe() -> Iterator[str]:

@@ -3,7 +3,6 @@
 Writes docs/loading.md.
 """
 
-import argparse
 import importlib
 import os
 import tempfile
@@ -18,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks._measure import Memory, describe_machine, medians, write_above_sections
+from benchmarks._measure import Memory, describe_machine, medians
 from benchmarks._model_on_disk import GB, write_model
+from benchmarks._page import Page, Table
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading import sharded_loading
@@ -29,29 +29,41 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support import cuda_on_cpu
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "loading.md"
 RANKS = 4
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    page = Page("loading.md", "load", keeps_sections=True)
+    parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--layers", type=int, default=8, help="47 million parameters each, beside 131 million")
-    parser.add_argument("--repetitions", type=int, default=3, help="rounds over the variants; medians are kept")
-    parser.add_argument("--table", type=Path, default=DOCUMENT, help="what is written")
     options = parser.parse_args()
+    layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)
     task = importlib.import_module("benchmarks.load").measure  # ranks cannot import __main__
     nursery = Nursery()
     with tempfile.TemporaryDirectory() as directory:
-        size = write_model(Path(directory), options.layers)
+        size = write_model(Path(directory), layers)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-        for _ in range(options.repetitions):
+        for _ in range(repetitions):
             for name in VARIANTS:
                 ranks = Pool(nursery, RANKS).run(task, directory, name, timeout=300)
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
     nursery.close()
-    write_above_sections(options.table, lines(size, rounds))
-    print(options.table.read_text())
+    page.add(lines(size, rounds))
+    page.finish(options)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    ours, theirs = tables[0].rows[0][0], tables[0].rows[-1][0]
+    resident, seconds = (
+        [tables[0].number(name, column) for name in (ours, theirs)]
+        for column in ("resident / (share + largest)", "seconds")
+    )
+    return (
+        f"a rank's resident memory while it loads: {resident[0]:.2f} of its share and the largest tensor, "
+        f"{resident[1]:.2f} where every rank loads first; in {seconds[0] / seconds[1]:.2f} of the time"
+    )
 
 
 def measure(directory: str, variant: str) -> dict[str, float]:
@@ -136,7 +148,7 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
     result = [
         "# What loading costs",
         "",
-        f"`python -m benchmarks.load` ({describe_machine()}).",
+        f"`python -m benchmarks.load --write` ({describe_machine()}).",
         "",
         f"`from_pretrained` of a Llama of {size / GB:.2f} GB (bf16, safetensors, in the page cache) on {RANKS} ranks,",
         "and a write to every weight. Medians over rounds of the worst rank. Memory is above what the process held",

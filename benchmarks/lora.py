@@ -1,12 +1,13 @@
 """LoRA beside full fine-tuning and beside plain peft on one process: memory, time of a step, memory while loading.
 
+Writes docs/lora.md.
+
 A Llama is read from files by every rank and gets adapters on all linear layers, as in ``configure_model``; then it
 takes AdamW steps. Memory is what tensors of a rank hold at the peak of a step. Its bound is the rank's part of the
 base, adapters with their gradients and both moments, and what autograd saves for the backward pass. Loading is the peak
 of a process's own memory (no file backs it) until the model is parallel, against the rank's part of base and adapters.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -21,8 +22,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks._measure import Document, Memory, describe_machine
+from benchmarks._measure import Memory, describe_machine
 from benchmarks._model_on_disk import GB, write_model
+from benchmarks._page import Page, Table
 from benchmarks.levers import Peak
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.shards import local_tensor
@@ -53,30 +55,36 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.lora``."""
-    document = Document("lora.md")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=__doc__)
-    document.add_flag(parser)
-    arguments = parser.parse_args()
-    document.add(describe())
+    page = Page("lora.md", "lora")
+    arguments = page.parser(__doc__).parse_args()
+    page.add(describe())
     nursery = Nursery()
     try:
         with tempfile.TemporaryDirectory() as directory:
             torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(directory)
+            LlamaForCausalLM(
+                LlamaConfig(**SIZES | ({"num_hidden_layers": 2} if arguments.smoke else {}))
+            ).save_pretrained(directory)
             for name, sizes in LAYOUTS.items():
                 for adapted in (True, False):
                     found = Pool(nursery, 2 ** len(sizes)).run(measure, directory, sizes, adapted, timeout=600)
-                    document.add([row(name, adapted, found)])
+                    page.add([row(name, adapted, found)])
         with tempfile.TemporaryDirectory() as directory:
-            size = write_model(Path(directory), LAYERS_TO_LOAD)
-            document.add(["", *REMARKS, *describe_loading(size)])
+            size = write_model(Path(directory), 1 if arguments.smoke else LAYERS_TO_LOAD)
+            page.add(["", *REMARKS, *describe_loading(size)])
             for name, sizes in LAYOUTS.items():
                 if sizes:
                     loaded = Pool(nursery, 2 ** len(sizes)).run(measure_loading, directory, sizes, timeout=600)
-                    document.add([row_of_loading(name, loaded)])
+                    page.add([row_of_loading(name, loaded)])
     finally:
         nursery.close()
-    document.finish(arguments.write)
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    ratio = max(float(row[-1]) for row in tables[0].rows if row[-1])
+    return f"LoRA holds at most {ratio:.2f} of base, adapters and activations at the peak of a step"
 
 
 REMARKS = [
@@ -94,7 +102,7 @@ def describe() -> list[str]:
     return [
         "# What LoRA costs",
         "",
-        (__doc__ or "").partition("\n\n")[2].strip(),
+        (__doc__ or "").split("\n\n", 2)[2].strip(),
         "",
         f"{sizes}; float32; {ROWS} rows of {TOKENS} tokens per step over all ranks; rank {RANK} on all linear layers. "
         f"{describe_machine()}. On one process plain transformers and peft run. Written by `python -m benchmarks.lora "

@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from benchmarks._measure import Document, forget_peak, status
+from benchmarks._measure import forget_peak, status
+from benchmarks._page import Page, Table
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.loss.install import causal_lm_loss
@@ -65,8 +66,8 @@ class Task:
 
 
 def main() -> None:
-    document = Document("loss_memory.md")
-    arguments = parse(document)
+    page = Page("loss_memory.md", "loss_memory")
+    arguments = parse(page)
     if arguments.one:
         print(json.dumps(measure(Task(**json.loads(arguments.one)))))
         return
@@ -79,19 +80,24 @@ def main() -> None:
         dtype=arguments.dtype,
         device=arguments.device,
     )
-    document.add([*describe(arguments), ""])
-    document.add(rows(template, arguments.memory * GIB))
-    document.finish(arguments.write)
+    page.add([*describe(arguments), ""])
+    page.add(rows(template, arguments.memory * GIB, [(512, 64)] if arguments.smoke else GRIDS[arguments.device]))
+    page.finish(arguments)
 
 
-def parse(document: Document) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    row = next(row for row in tables[0].rows if row[2] == "GiB per rank" and "(" in row[6])
+    return f"{row[1]} tokens and {row[0]} classes: a loss in chunks takes {row[6]} GiB for {row[3]}"
+
+
+def parse(page: Page) -> argparse.Namespace:
+    parser = page.parser(__doc__)
     parser.add_argument("--device", choices=list(GRIDS), default="cpu")
     parser.add_argument("--hidden", type=int, help="width of the model; 512 on cpu, 4096 on cuda")
     parser.add_argument("--dtype", help="float32 on cpu, bfloat16 on cuda")
     parser.add_argument("--chunk", type=int, help="tokens per chunk; 256 on cpu, 1024 on cuda")
     parser.add_argument("--memory", type=float, default=8, help="GiB; what would need more is left out")
-    document.add_flag(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     on_cpu = arguments.device == "cpu"
@@ -119,10 +125,10 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def rows(template: Task, memory: float) -> Iterator[str]:
+def rows(template: Task, memory: float, grid: list[tuple[int, int]]) -> Iterator[str]:
     yield "| vocabulary | tokens | | " + " | ".join(VARIANTS) + " |"
     yield "|---" * (3 + len(VARIANTS)) + "|"
-    for vocabulary, tokens in GRIDS[template.device]:
+    for vocabulary, tokens in grid:
         task = replace(template, vocabulary=vocabulary, tokens=tokens)
         results = [run(replace(task, variant=name), memory) for name in VARIANTS]
         for unit, key in (("GiB per rank", "peak"), ("seconds", "seconds")):

@@ -6,7 +6,6 @@ a run are left out. A ratio above 1 means that others take longer. Lightning's o
 spends outside of forward pass, backward pass, update and zeroing, measured inside of one run.
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import platform
@@ -25,7 +24,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks._measure import Document
 from benchmarks._overhead_loops import (
     WARM,
     Size,
@@ -39,6 +37,7 @@ from benchmarks._overhead_loops import (
     per_step,
     split_by_torch,
 )
+from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 
@@ -47,23 +46,30 @@ TARGETS = {256: 1.3, 1024: 1.08}
 
 
 def main() -> None:
-    document = Document("overhead.md")
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each way")
+    page = Page("overhead.md", "overhead")
+    parser = page.parser(__doc__, rounds=5)
     parser.add_argument("--compile", action="store_true", help="also with compiled blocks")
-    parser.add_argument("--smoke", action="store_true", help="one short run of each way: does it run?")
-    document.add_flag(parser)
     arguments = parser.parse_args()
     sizes = [Size(hidden=64, layers=2, tokens=32, steps=WARM + 2)] if arguments.smoke else list(SIZES)
     if arguments.compile:
         sizes += [Size(**{**vars(size), "compiled": True}) for size in sizes]
-    document.add(describe())
+    page.add(describe())
     nursery = Nursery()
     try:
-        document.add(table(Pool(nursery, 2), sizes, 1 if arguments.smoke else arguments.rounds))
+        page.add(table(Pool(nursery, 2), sizes, 1 if arguments.smoke else arguments.rounds))
     finally:
         nursery.close()
-    document.finish(arguments.write)
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    found = []
+    for size in SIZES:
+        label = f"{size.hidden} x {size.layers}"
+        found.append(f"{tables[0].number(f'{label} | {TORCH}', 'ratio to ours'):.2f} x at hidden {size.hidden}")
+    own = next(row[2] for row in tables[0].rows if "own share" in row[1])
+    return f"a step of torch's styles takes {' and '.join(found)} of ours; Lightning's own share is {own} ms"
 
 
 def describe() -> Iterator[str]:

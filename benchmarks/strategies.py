@@ -4,7 +4,6 @@ A Llama with random weights takes some AdamW steps on random tokens, on one proc
 rank's resident set grew by at its peak, from before the model was built. Speed leaves the first step out.
 """
 
-import argparse
 import platform
 import time
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks._measure import Document, forget_peak, status
+from benchmarks._measure import forget_peak, status
+from benchmarks._page import Page, Table
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
@@ -77,17 +77,17 @@ class Run(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, steps: int) -> dict[str, Any]:
     """Runs on each rank."""
     ranks, data_size, make = RUNS[name]
-    ids = torch.randint(3, SIZES["vocab_size"], (ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, SIZES["vocab_size"], (ROWS * steps, LENGTH), generator=torch.Generator().manual_seed(0))
     before = status("VmRSS")
     forget_peak()
     module = Run()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=make(), max_epochs=1, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(ids), batch_size=ROWS // data_size))
-    seconds = (module.times[-1] - module.times[0]) / (STEPS - 1)
+    seconds = (module.times[-1] - module.times[0]) / (steps - 1)
     return {
         "losses": module.losses,
         "norms": module.norms,
@@ -131,21 +131,26 @@ def row(name: str, ranks: list[dict[str, Any]], one: dict[str, Any]) -> str:
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.strategies``."""
-    document = Document("strategies.md")
-    parser = argparse.ArgumentParser(description=__doc__)
-    document.add_flag(parser)
-    arguments = parser.parse_args()
-    document.add(describe())
+    page = Page("strategies.md", "strategies")
+    arguments = page.parser(__doc__).parse_args()
+    steps = 2 if arguments.smoke else STEPS
+    page.add(describe())
     nursery = Nursery()
     one: dict[str, Any] = {}
     try:
         for name, (ranks, *_) in RUNS.items():
-            results = Pool(nursery, ranks).run(run, name, trainer=True, timeout=300)
+            results = Pool(nursery, ranks).run(run, name, steps, trainer=True, timeout=300)
             one = one or results[0]
-            document.add([row(name, results, one)])
+            page.add([row(name, results, one)])
     finally:
         nursery.close()
-    document.finish(arguments.write)
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    errors = [float(row[index]) for row in tables[0].rows for index in (2, 4)]
+    return f"losses and norms of {len(tables[0].rows) - 1} layouts are within {max(errors):.0e} of one process"
 
 
 if __name__ == "__main__":

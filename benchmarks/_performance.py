@@ -1,0 +1,46 @@
+"""docs/performance.md: what every benchmark found last, in a sentence each, and the command that finds it."""
+
+import importlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks._measure import describe_machine
+from benchmarks._page import DOCS, tables_in
+
+PAGE = DOCS / "performance.md"
+
+
+def load(name: str) -> ModuleType:
+    """Import a benchmark."""
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def path_of(name: str) -> Path:
+    """Find the page of a benchmark, as its docstring names it: "Writes docs/overhead.md."."""
+    return DOCS / ((load(name).__doc__ or "").partition("Writes docs/")[2].partition(".md")[0] + ".md")
+
+
+def write(names: Iterable[str], minutes: Mapping[str, float]) -> None:
+    """Write the page from the pages of all benchmarks; ``minutes``: of those that ran now."""
+    PAGE.write_text("\n".join(lines(names, minutes)) + "\n")
+
+
+def lines(names: Iterable[str], minutes: Mapping[str, float]) -> list[str]:
+    """The page, line by line."""
+    total = f" They took {sum(minutes.values()):.0f} minutes in all on {describe_machine()}." if minutes else ""
+    result = [
+        "# Performance",
+        "",
+        "What each benchmark found last. The page has the table, with its configuration; the command measures it",
+        "again, and writes the page, and its figures as JSON below `benchmarks/results/`. `make bench` runs all.",
+        f"Exactness is another page: [families](families.md).{total}",
+        "",
+        "| found | page | command |",
+        "|---|---|---|",
+    ]
+    for name in names:
+        path = path_of(name)
+        text = load(name).headline(tables_in(path.read_text().splitlines())) if path.exists() else "not measured yet"
+        result.append(f"| {text} | [{path.stem}]({path.name}) | `python -m benchmarks.{name} --write` |")
+    return result

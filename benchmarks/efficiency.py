@@ -1,0 +1,223 @@
+"""How close a step on two ranks is to half of the step of one process, and what the rest is. Writes docs/efficiency.md.
+
+Efficiency is the time of one process with one thread over twice the time on two ranks, for the same rows. The time of a
+rank is what its thread computes and what it is blocked. Of the first, matrix products (attention among them) are
+counted by torch's profiler, and set against half of those of one process; what is beyond is narrower or repeated
+products. Of the second, the collectives of the step are run again with nothing between them, all ranks together: that
+is what their bytes cost here. The rest is waiting for the other rank.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks._measure import describe_machine, medians, quartiles
+from benchmarks._page import Page, Table
+from lightning_automodel import FSDP2Config, parallelize
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.parallel.levers.collectives import Collectives
+
+WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
+WARM, STEPS, PROFILED, REPEATS = 3, 9, 3, 5
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
+
+
+@dataclass(frozen=True)
+class Way:
+    """Sizes of the mesh, and switches."""
+
+    sizes: dict[str, int]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+ONE = "one process"
+WAYS = {
+    ONE: Way({}),
+    "tp=2": Way({"tp": 2}),
+    "tp=2, sequence parallelism": Way({"tp": 2}, {"sequence_parallel": True}),
+    "dp_shard=2": Way({"dp_shard": 2}),
+    "cp=2": Way({"cp": 2}),
+}
+
+
+def main() -> None:
+    """Entry point of ``python -m benchmarks.efficiency``."""
+    page = Page("efficiency.md", "efficiency")
+    parser = page.parser(__doc__, rounds=5)
+    parser.add_argument("--compile", action="store_true", help="also with compiled blocks")
+    arguments = parser.parse_args()
+    widths, rounds = ((64,), 1) if arguments.smoke else (WIDTHS, arguments.rounds)
+    page.add(describe())
+    nursery = Nursery()
+    try:
+        for compiled in (False, True)[: 1 + arguments.compile]:
+            for width in widths:
+                page.add(table(nursery, width, rounds, compiled))
+    finally:
+        nursery.close()
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    found = [f"{way} {tables[-1].number(way, 'efficiency'):.2f}" for way in list(WAYS)[1:]]
+    return f"efficiency of two ranks at hidden {WIDTHS[-1]}: {', '.join(found)}"
+
+
+def describe() -> list[str]:
+    """Head of the page."""
+    return [
+        "# Close to half the time of one process",
+        "",
+        (__doc__ or "").partition("\n\n")[2].strip(),
+        "",
+        f"Llama, {LAYERS} layers, {ROWS} rows of {LENGTH} tokens in all, float32, SGD; {describe_machine()}. Runs of "
+        "all ways alternate; medians over rounds of each run's median step, with quartiles over rounds. Milliseconds. "
+        "Written by `python -m benchmarks.efficiency --write`.",
+    ]
+
+
+def table(nursery: Nursery, width: int, rounds: int, compiled: bool) -> Iterator[str]:
+    """One table, line by line."""
+    yield from ("", f"## Hidden {width}{', compiled blocks' if compiled else ''}", "")
+    yield (
+        "| | step | quartiles | efficiency | half of one process | more products | more of the rest | bytes of "
+        "collectives | waiting |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, way in WAYS.items():
+            pool = Pool(nursery, 1 if name == ONE else 2)
+            ranks = pool.run(measure, width, way, compiled, timeout=600)
+            runs[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
+    one = medians(runs[ONE])
+    for name, found in runs.items():
+        yield row(name, found, one)
+
+
+def row(name: str, runs: list[dict[str, float]], one: dict[str, float]) -> str:
+    """One line of the table."""
+    here = medians(runs)
+    low, high = quartiles([run["step"] for run in runs])
+    half = one["step"] / 2
+    cells = [f"{here['step']:.0f}", f"{low:.0f} to {high:.0f}"]
+    if name == ONE:
+        return f"| {name} | {' | '.join([*cells, *[''] * 6])} |"
+    products = here["products"] - one["products"] / 2
+    rest = (here["computing"] - here["products"]) - (one["step"] - one["products"]) / 2
+    waiting = here["step"] - here["computing"] - here["collectives"]
+    parts = (half, products, rest, here["collectives"], waiting)
+    cells += [f"{half / here['step']:.2f}", *(f"{part:.0f}" for part in parts)]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+# ---- on each rank ----------------------------------------------------------------------------------------------------
+
+
+def measure(width: int, way: Way, compiled: bool) -> dict[str, float]:
+    """Milliseconds: of a step, of computing in it, of matrix products in it, and of its collectives alone."""
+    step = make_step(width, way, compiled)
+    for _ in range(WARM):
+        step()
+    seconds, computing = [], []
+    for _ in range(STEPS):
+        if way.sizes:
+            dist.barrier()
+        before, computed = time.perf_counter(), time.thread_time()
+        step()
+        computing.append(time.thread_time() - computed)
+        seconds.append(time.perf_counter() - before)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(PROFILED):
+            step()
+    products = sum(
+        event.self_cpu_time_total for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS)
+    )
+    found = {"step": 1e3 * median(seconds), "computing": 1e3 * median(computing), "products": products / 1e3 / PROFILED}
+    return {**found, "collectives": 1e3 * replayed(step) if way.sizes else 0.0}
+
+
+def make_step(width: int, way: Way, compiled: bool) -> Callable[[], None]:
+    """Build the model on its mesh, and a function that takes a step."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    model: Any = LlamaForCausalLM(config)
+    switches = FSDP2Config(enable_compile=compiled, **way.fields)
+    if way.sizes:
+        model = parallelize(model, build_mesh(resolve_sizes(2, **way.sizes), "cpu"), switches)
+    elif compiled:
+        for block in model.model.layers:
+            block.compile()
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rows = ROWS // way.sizes.get("dp_shard", 1)
+    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class _Sizes(Collectives):
+    """Keeps the size of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.calls: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.found["bytes"].copy()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for key, size in (self.found["bytes"] - before).items():
+            self.calls[key.split()[1], size] += 1
+        return result
+
+
+def replayed(step: Callable[[], None]) -> float:
+    """Seconds of the collectives of a step, run one after the other with nothing between them."""
+    with _Sizes() as sizes:
+        step()
+    return sum(count * median(alone(kind, size) for _ in range(REPEATS)) for (kind, size), count in sizes.calls.items())
+
+
+def alone(kind: str, size: int) -> float:
+    """Seconds of a collective whose larger side has ``size`` bytes."""
+    whole = torch.zeros(max(2, size // 4))
+    part = torch.zeros(len(whole) // 2)
+    calls: dict[str, Callable[[], Any]] = {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: dist.all_gather_into_tensor(whole[: 2 * len(part)], part),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole[: 2 * len(part)]),
+        "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(part), part),
+    }
+    dist.barrier()
+    before = time.perf_counter()
+    calls[kind]()
+    return time.perf_counter() - before
+
+
+if __name__ == "__main__":
+    from benchmarks import efficiency  # by its own name: ranks must be able to import what they run
+
+    efficiency.main()
