@@ -1,16 +1,25 @@
-"""What mkdocs does beside building pages: modules are spelled out, links that leave the folder become file names."""
+"""What mkdocs does beside building pages: modules are spelled out, roles of docstrings and links to files mended."""
 
 import importlib
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[(`?)([^\]`]+)\1\]\((?:\.\./)+([^)]+)\)")
 _ALL = re.compile(r"^::: (\S+)\.__all__$", re.MULTILINE)
+_ROLE = re.compile(r":(?:func|class|meth|mod|data|attr):<code>~?([\w.]+)</code>")
+_API = Path(__file__).parents[1] / "api"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Complete a page before it is built."""
     return name_files(spell_out(markdown))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Make links of Sphinx's roles, in which docstrings name functions and classes."""
+    return _ROLE.sub(lambda found: _link(found[1]), html)
 
 
 def name_files(markdown: str) -> str:
@@ -26,3 +35,17 @@ def spell_out(markdown: str) -> str:
         return "\n\n".join(f"::: {found[1]}.{name}" for name in public)
 
     return _ALL.sub(names, markdown)
+
+
+def documented() -> Iterable[str]:
+    """List the names that the reference holds."""
+    for page in sorted(_API.glob("*.md")):
+        yield from re.findall(r"^::: (\S+)$", spell_out(page.read_text()), re.MULTILINE)
+
+
+def _link(name: str) -> str:
+    short = name.rpartition(".")[2]
+    place = next((full for full in documented() if full.rpartition(".")[2] == short), None)
+    return (
+        f'<autoref identifier="{place}" optional><code>{short}</code></autoref>' if place else f"<code>{short}</code>"
+    )

@@ -21,6 +21,9 @@
       const name = row.cells[0].textContent.toLowerCase();
       return row.hidden = !words.every(word => name.includes(word)), !row.hidden;
     });
+    for (const table of tables) {
+      (table.closest(".md-typeset__scrollwrap") ?? table).hidden = [...table.tBodies[0].rows].every(row => row.hidden);
+    }
     count.textContent = words.length ? `${found.length} of ${rows.length} rows` : "";
   };
   field.addEventListener("input", filter);

@@ -14,7 +14,7 @@ from lightning_automodel.planner.search import Rejected
 from lightning_automodel.planner.watch import PHASES, ROLES
 
 GIB = 2**30
-_MOST_NODES = 8
+_MOST_NODES = 6
 _COLOURS = 8
 _LAYOUT = ("tp", "cp", "dp_shard", "dp_replicate", "sequence", "checkpointing", "rows")
 _NUMBERS = frozenset(("#", "tp", "cp", "dp_shard", "dp_replicate", "rows", "tokens/s", "MFU", "s/step", "GiB"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import browser
 from tests.test_rooms import PUBLIC
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +60,7 @@ def test_nothing_is_loaded_from_a_network() -> None:
 
 def named() -> set[str]:
     """The names of the reference, as the hook of mkdocs spells them out."""
-    spell_out = runpy.run_path(str(DOCS / "_site" / "hooks.py"))["spell_out"]
-    pages = (spell_out(page.read_text()) for page in (DOCS / "api").glob("*.md"))
-    return {name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    return set(runpy.run_path(str(DOCS / "_site" / "hooks.py"))["documented"]())
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -100,6 +99,22 @@ def test_the_messages_of_troubleshooting_are_ours() -> None:
         assert fragments, message
         for fragment in fragments:
             assert any(fragment in text for text in texts), f"{fragment!r} of {message!r}"
+
+
+@pytest.mark.skipif(browser.find() is None, reason="there is no Chromium on this machine")
+def test_the_page_of_families_has_a_field(tmp_path: Path) -> None:
+    table = "<table><thead><tr><th>family</th></tr></thead><tbody>{}</tbody></table>"
+    rows = "".join(f"<tr><td>{name}</td></tr>" for name in ("llama", "qwen3", "qwen3_moe"))
+    script = f"<script>{(DOCS / 'assets' / 'filter.js').read_text()}</script>"
+    file = tmp_path / "page.html"
+    tables = table.format(rows) + table.format("<tr><td>mamba</td></tr>")
+    file.write_text(f"<article><h2>a</h2>{tables}</article>{script}")
+    found = browser.dump(f"file://{file}#family=qwen3%20moe")
+    assert "<tr><td>qwen3_moe</td></tr>" in found
+    assert found.count('<tr hidden=""') == 3
+    assert found.count('<table hidden=""') == 1
+    assert "<output>1 of 4 rows</output>" in found
+    assert "hidden" not in browser.dump(f"file://{file}").partition("<script>")[0]
 
 
 def test_pictures_are_small() -> None:
