@@ -4,6 +4,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH ?=
 MOMENTS ?= 50
+PARTS ?=
 SEED ?= $(shell date +%s)
 TORCH ?= 2.15.0
 
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-smoke quickstart clean
+.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-smoke quickstart first-hour clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +74,9 @@ bench-smoke: $(STAMP) ## run every benchmark in its smallest form: none rots
 
 quickstart: $(STAMP) ## train a tiny model on two processes of this machine
 	$(BIN)/python -m examples.quickstart
+
+first-hour: $(STAMP) ## play a new user's first hour in a fresh clone; PARTS="readme mistakes" chooses some
+	$(BIN)/python -m tests.first_hour $(PARTS)
 
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy, MegatronFSDPStrategy
 from lightning_automodel.checkpointing.conversion import consolidate, export
 from lightning_automodel.command.evaluation import evaluate
+from lightning_automodel.command.inputs import refuse_missing
 from lightning_automodel.command.interruption import GoOnCommand
 from lightning_automodel.command.mistakes import describe_mistake, proposal, squeezed
 from lightning_automodel.command.predictions import PredictingTrainer
@@ -110,7 +111,10 @@ class AutomodelCLI(LightningCLI):
         except ValueError as error:
             candidates = [*refusals, error.__cause__, error]
             raise next((e for e in candidates if e is not None and _is_ours(e)), error) from None
-        if self.config.get("subcommand") == "fit":
+        chosen = self.config.get("subcommand")
+        if chosen is not None:
+            refuse_missing(self.datamodule, self.config[chosen].get("ckpt_path"))
+        if chosen == "fit":
             refuse_unwritable(self.trainer, self.datamodule)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
@@ -184,9 +188,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except MisconfigurationException as error:
         _end(squeezed(str(error)))
     except (ValueError, FileNotFoundError) as error:
-        if not _is_ours(error):
+        if not (_is_ours(error) or _is_of(error, "lightning.pytorch.")):  # theirs are about settings, too
             raise
-        _end(str(error))
+        _end(squeezed(str(error)) if not _is_ours(error) else str(error))
 
 
 def _end(message: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """Reads checkpoints of either kind, folder or plain file, without their tensors: each rank fetches its part later."""
 
 import pickle
+import zipfile
 
 import torch
 
@@ -59,6 +60,8 @@ def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
 
 def _load(path: Location, weights_only: bool | None) -> Checkpoint:
     if path.is_local:
+        if not zipfile.is_zipfile(path.path):
+            raise ValueError(f"{path} is no checkpoint: torch.save (since 1.6) writes another kind of file")
         return torch.load(path.path, map_location="cpu", weights_only=weights_only, mmap=path.name != METADATA)
     with path.open("rb") as file:
         return torch.load(file, map_location="cpu", weights_only=weights_only)

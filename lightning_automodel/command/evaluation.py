@@ -12,6 +12,7 @@ from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.command.writable import check_folder
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
+from lightning_automodel.finetuning.sources import find_sources
 
 
 def evaluate(
@@ -50,6 +51,8 @@ def evaluate(
         )
     if output is not None:
         check_folder("--output", Path(output).parent)
+    if files is not None:
+        find_sources(files)
     with opened(model) as source:
         if tasks is not None:
             numbers = _run_tasks(source, tasks, tokenizer, batch_size, limit)

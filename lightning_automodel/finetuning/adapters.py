@@ -1,5 +1,6 @@
 """Adapters and frozen parameters of the module that is configured from YAML: added, checked against what was asked."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -12,6 +13,28 @@ from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.wrappers import name_without_wrappers
 
 _MOST_LISTED = 5
+
+
+def adapter_config(peft: Any) -> Any:
+    """Make a config of peft from its fields; one that is given passes.
+
+    Raises:
+        ValueError: if peft is not installed, or a field or a kind of adapter is not known.
+    """
+    if find_spec("peft") is None:
+        raise ValueError("peft is not installed, which CausalLM(peft=...) needs; pip install lightning_automodel[peft]")
+    from peft import PeftConfig
+
+    if not isinstance(peft, Mapping):
+        return peft
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **peft}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unexpected keyword arguments")  # an error below
+        config = PeftConfig.from_peft_type(**fields)
+    if unknown := sorted(fields.keys() - vars(config).keys()):
+        known = ", ".join(sorted(name for name in vars(config) if not name.startswith("_")))
+        raise ValueError(f"peft of CausalLM: {type(config).__name__} has no {', '.join(unknown)}; it has {known}")
+    return config
 
 
 def add_adapter(model: Any, peft: Any) -> Any:
@@ -27,20 +50,13 @@ def add_adapter(model: Any, peft: Any) -> Any:
     Raises:
         ValueError: if peft is not installed, a field is not known, or a target matches nothing.
     """
-    if find_spec("peft") is None:
-        raise ValueError("peft is not installed, which CausalLM(peft=...) needs; pip install lightning_automodel[peft]")
-    from peft import PeftConfig, get_peft_model
+    config = adapter_config(peft)
+    from peft import get_peft_model
 
-    if isinstance(peft, Mapping):
-        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **peft}
-        peft = PeftConfig.from_peft_type(**fields)
-        if unknown := sorted(fields.keys() - vars(peft).keys()):
-            known = ", ".join(sorted(vars(peft)))
-            raise ValueError(f"peft of CausalLM: {type(peft).__name__} has no {', '.join(unknown)}; it has {known}")
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     for field in ("target_modules", "modules_to_save", "target_parameters"):
-        _check_targets(field, getattr(peft, field, None), names)
-    return get_peft_model(model, peft)
+        _check_targets(field, getattr(config, field, None), names)
+    return get_peft_model(model, config)
 
 
 def _check_targets(field: str, targets: Any, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
+from lightning_automodel.finetuning.adapters import adapter_config, add_adapter, freeze, report_trainable
 from lightning_automodel.finetuning.pretrained import check_vocabulary, looked_up, of_lookup, read_config
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
@@ -78,6 +78,8 @@ class CausalLM(L.LightningModule):
         self.lr_scheduler = lr_scheduler
         self.model_kwargs = model_kwargs or {}
         self.from_scratch = from_scratch
+        if peft is not None:
+            adapter_config(peft)  # a mistake in it is said before anything is started
         self.peft, self.freeze_patterns, self.saves_base = peft, freeze or [], saves_base
         self.model: Any = None
         self.metrics = torch.nn.ModuleDict(

@@ -1,6 +1,7 @@
 """Renders a conversation with a chat template and finds the characters that the assistant wrote."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,20 @@ def render_chat(
         return text, spans
     turns = [index for index, message in enumerate(record.messages) if message["role"] == "assistant"]
     return text, [_turn(record, tokenizer, template, text, index) for index in turns]
+
+
+def read_template(file: str | None) -> str | None:
+    """Read a chat template.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template={file!r} cannot be read: {error}; give a file that holds a template") from None
 
 
 def _template(record: ChatRecord, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:

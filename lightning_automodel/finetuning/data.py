@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_automodel.distributed.logs import log
+from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.mixture import Files, repeat, sources_of, weights_of
 from lightning_automodel.finetuning.pretrained import looked_up, padding_of
-from lightning_automodel.finetuning.report import describe_rows
+from lightning_automodel.finetuning.report import describe_rows, describe_stream
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
 from lightning_automodel.finetuning.store import Part, TokenStore, store_key
 from lightning_automodel.finetuning.streams import RowStream
@@ -110,7 +111,7 @@ class TextDataModule(L.LightningDataModule):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.mask_prompt = mask_prompt
         self.append_eos = append_eos
-        self.chat_template = chat_template
+        self.chat_template = read_template(chat_template)
         self.num_workers = num_workers
         self.columns = columns or {}
         self.streaming = streaming
@@ -204,8 +205,10 @@ class TextDataModule(L.LightningDataModule):
     def _stream_loader(self) -> DataLoader:
         files = self.files["train"]
         assert files is not None
+        sources = sources_of(files)
+        log(describe_stream("train", sources, self.sequence_length, packing=self.packing))
         stream = RowStream(
-            sources_of(files),
+            sources,
             self._get_encoder(),
             self.columns,
             self.sequence_length,
@@ -287,11 +290,10 @@ class TextDataModule(L.LightningDataModule):
 
     def _get_encoder(self) -> Encoder:
         if self._encoder is None:
-            template = Path(self.chat_template).read_text("utf-8") if self.chat_template else None
             name = self._tokenizer_name()
             with looked_up(name):
                 tokenizer = AutoTokenizer.from_pretrained(name)
-            self._encoder = Encoder(tokenizer, self.mask_prompt, self.append_eos, template)
+            self._encoder = Encoder(tokenizer, self.mask_prompt, self.append_eos, self.chat_template)
         return self._encoder
 
     def _tokenizer_name(self) -> str:

@@ -10,7 +10,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_automodel.distributed.logs import log
+from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.pretrained import looked_up, padding_of
@@ -79,7 +79,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.pad_to_multiple_of = pad_to_multiple_of
         self.columns = columns or {}
-        self.chat_template = chat_template
+        self.chat_template = read_template(chat_template)
         self.append_eos = append_eos
         self.num_workers = num_workers
         self.datasets: dict[str, PairDataset] = {}
@@ -89,10 +89,9 @@ class PreferenceDataModule(L.LightningDataModule):
         """Reads and encodes the pairs."""
         if stage == "fit" and self.files["train"] is None:
             raise ValueError("PreferenceDataModule(train_files=None) cannot fit; give train_files")
-        template = Path(self.chat_template).read_text("utf-8") if self.chat_template else None
         for split, files in self.files.items():
             if files is not None and split not in self.datasets:
-                encoder = Encoder(self.loaded_tokenizer, append_eos=self.append_eos, chat_template=template)
+                encoder = Encoder(self.loaded_tokenizer, append_eos=self.append_eos, chat_template=self.chat_template)
                 pairs = PairDataset(find_sources(files), encoder, self.columns, self.sequence_length)
                 self.datasets[split] = pairs
                 log(f"{split}: {files} -> {len(pairs):,} preference pairs, {pairs.tokens:,} tokens")

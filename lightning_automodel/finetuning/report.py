@@ -1,10 +1,11 @@
 """Says what the files of a split were taken for, and how well its rows are filled."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lightning_automodel.finetuning.rows import RowDataset
+from lightning_automodel.finetuning.sources import Source
 from lightning_automodel.finetuning.store import TokenStore
 
 _MOST_NAMED = 5  # sources; more are counted by their form
@@ -25,6 +26,17 @@ def describe_rows(split: str, dataset: RowDataset, length: int, documents: int) 
     rows = f"{_count(len(dataset), 'row')} of at most {length} tokens"
     read = "; ".join(_parts(store))
     return f"{split}: {read} -> {_count(documents, 'document')}, {rows}, {tokens:,} tokens, rows {filled:.1f} % filled"
+
+
+def describe_stream(split: str, sources: Sequence[Source], length: int, *, packing: bool) -> str:
+    """Describe in one line a split that is read as it is needed, of which nothing is counted."""
+    forms = [source.form for source in sources]
+    if len(sources) <= _MOST_NAMED:
+        read = "; ".join(f"{source.name} as {source.form}" for source in sources)
+    else:
+        read = "; ".join(f"{_count(forms.count(form), 'file')} as {form}" for form in dict.fromkeys(forms))
+    rows = f"{'packed rows' if packing else 'rows'} of at most {length} tokens"
+    return f"{split}: {read} -> a stream of {rows}, whose end is not known"
 
 
 def _parts(store: TokenStore) -> Iterator[str]:

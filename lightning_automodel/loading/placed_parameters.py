@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.dtensor import dtensor_like, is_offloaded, mark_as_offloaded
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel.distributed.logs import rehearsal
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.loading.whole_values import on_shards, was_written, whole_of
 from lightning_automodel.modules.adapted_bases import forget_files
@@ -34,7 +35,8 @@ def place(model: nn.Module, parallelize: Callable[[nn.Module], object]) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return  # transformers reads adapters into a model by the same function
     twin = copy.deepcopy(model)
-    parallelize(twin)
+    with rehearsal():
+        parallelize(twin)
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
             _set(model, name, parameter)

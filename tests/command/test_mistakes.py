@@ -43,6 +43,10 @@ WORDS = {
     "fit --config=/nowhere.yaml": "File does not exist: '/nowhere.yaml'",
     "export": "missing: checkpoint, output",
     "export /nowhere /tmp/out": "there is no checkpoint at /nowhere",
+    f"export {__file__} /tmp/out": "test_mistakes.py is no checkpoint",
+    "evaluate /nowhere": "evaluate needs --files",
+    "evaluate /nowhere --files=/nowhere.txt": "'/nowhere.txt' matches no file",
+    "generate /nowhere/model": "is no directory",
 }
 CASES = {**{f"fit {MODEL} --trainer.{key}": text for key, text in MISTAKES.items()}, **WORDS}
 

@@ -96,6 +96,10 @@ def test_our_refusals_are_one_line_and_exit_code_1(
         "--model.model=no/such": "'no/such' is no directory (here: ",
         "--data.sequence_length=1": "sequence_length=1: a row needs 2 tokens",
         "--data.train_files=nothing.txt": "'nothing.txt' matches no file",
+        "--data.chat_template=no.jinja": "chat_template='no.jinja' cannot be read",
+        "--ckpt_path=no.ckpt": "--ckpt_path=no.ckpt: there is no checkpoint at",
+        "--trainer.val_check_interval=99": "`val_check_interval` (99) must be less than or equal to the number of",
+        "--model.peft.rr=8": "LoraConfig has no rr",
         "--trainer.strategy.tp=0": "tp=0",
     }
     for argument, message in mistakes.items():
@@ -120,3 +124,11 @@ def test_the_strategy_of_this_package_is_the_default(config: Path, capsys: pytes
 def test_errors_of_others_keep_their_traceback(config: Path) -> None:
     with pytest.raises(ValueError, match="Invalid learning rate"):
         main(["fit", "--config", str(config), "--model.optimizer=SGD", "--model.optimizer.lr=-1"])
+
+
+def test_a_run_says_each_line_once(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        main(["fit", "--config", str(config)])
+    lines = [record.getMessage() for record in caplog.records if record.name == "lightning_automodel"]
+    assert any("FSDP2 shards" in line for line in lines)
+    assert sorted(line for line in set(lines) if lines.count(line) > 1) == []

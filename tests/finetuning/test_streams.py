@@ -87,3 +87,12 @@ def test_repeat_takes_the_part_of_a_weight_once_more() -> None:
 def test_what_a_stream_cannot_do_is_refused(model_dir: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="streaming=True"):
         _data(model_dir, tmp_path, streaming=True, **settings)
+
+
+def test_a_stream_says_what_its_files_are_taken_for(
+    model_dir: Path, tmp_path: Path, files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = _data(model_dir, tmp_path, train_files=f"{files}/*.txt", packing=True, streaming=True)
+    with caplog.at_level("INFO"):
+        data.train_dataloader()
+    assert "train: 12 files as plain text -> a stream of packed rows of at most 16 tokens" in caplog.text

@@ -1,0 +1,27 @@
+"""Finds what is to be read and is not there, before processes are started to read it."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_automodel.finetuning.mixture import sources_of
+
+_NAMES = ("last", "best", "hpc", "registry")  # of checkpoints, which Lightning looks for
+
+
+def refuse_missing(data: Any, checkpoint: Any) -> None:
+    """Looks for the files of a data module and for the checkpoint to go on from.
+
+    Args:
+        data: a data module; if it has ``files`` (by split), these are looked at.
+        checkpoint: path, URL, one of Lightning's names, or ``None``.
+
+    Raises:
+        ValueError: naming what is not there.
+    """
+    for files in getattr(data, "files", {}).values():
+        if files is not None:
+            sources_of(files)
+    if checkpoint is None or "://" in str(checkpoint) or str(checkpoint).partition(":")[0] in _NAMES:
+        return
+    if not Path(checkpoint).exists():
+        raise ValueError(f"--ckpt_path={checkpoint}: there is no checkpoint at {Path(checkpoint).absolute()}")

@@ -1,0 +1,227 @@
+"""Plays a new user's first hour in a fresh clone: python -m tests.first_hour [PART ...]; prints a line per step.
+
+    readme      the command lines of README.md, copied from it, and its program
+    examples    every example, for a few steps
+    mistakes    wrong commands: one line that says what is wrong, the last one, exit code 1, in time
+    pages       links, code blocks, the list for tools
+
+Placeholders of the README (a model, files, a number of GPUs) are replaced as ``READ_AS`` says; nothing else is changed.
+What is not committed is not in the clone. Ends with exit code 1 if a step failed.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.examples.conftest import ROOT
+from tests.support.documents import Block, blocks, command_lines, unbound
+
+READ_AS = {
+    "path/or/name": "build/quickstart/export",
+    "data/*.jsonl": "build/quickstart/text/*.py",
+    "held_out/*.jsonl": "build/quickstart/text/ast.py",
+    "devices=8": "devices=2",
+    "tp=4": "tp=2",
+    "accelerator=gpu": "accelerator=cpu",
+    "max_epochs=1": "max_steps=2",
+}
+OF_THE_ENVIRONMENT = (
+    "pip install",
+    "make venv",
+    "make test",
+)  # what runs this script has installed; tests run elsewhere
+STEPS = "--trainer.max_steps=2"
+GPUS_ONLY = ("megatron_fsdp",)
+SECONDS = 10.0  # for a wrong command: processor time of its processes, less the imports of libraries in one of them
+IMPORTS = "import torch, torch.distributed.tensor, transformers.modeling_layers, lightning.pytorch.cli"
+
+FULL = "lightning-automodel fit --config=examples/full.yaml"
+MISTAKES = {
+    "lightning-automodel": "a subcommand is missing",
+    "lightning-automodel fitt": "did you mean fit?",
+    "lightning-automodel fit": "missing: --model.model",
+    "lightning-automodel fit --config=nowhere.yaml": "File does not exist",
+    f"{FULL} --trainer.maxsteps=2": "did you mean --trainer.max_steps?",
+    f"{FULL} --trainer.max_steps=two": "it takes an int",
+    f"{FULL} --trainer.strategy.tpp=2": "'tpp'",
+    f"{FULL} --trainer.strategy.tp=3": "does not divide the 2 processes",
+    f"{FULL} --trainer.strategy.sequence_parallel=true": "did you mean --trainer.strategy.config.sequence_parallel?",
+    f"{FULL} --trainer.strategy=fsdpp": "there is no such strategy",
+    f"{FULL} --trainer.precision=bf61": "did you mean bf16?",
+    f"{FULL} --trainer.accelerator=gpuu": "",
+    f"{FULL} --model.model=build/nowhere": "is no directory",
+    f"{FULL} --model.model=examples": "has none of model.safetensors",
+    f"{FULL} --model.optimizer=AdaW": "there is no such class",
+    f"{FULL} --data.train_files='nowhere/*.jsonl'": "matches no file",
+    f"{FULL} --data.sequence_length=1": "a row needs 2 tokens",
+    f"{FULL} --data.batch_size=0": "must be at least 1",
+    f"{FULL} --data.val_fraction=2": "less than 1",
+    f"{FULL} --data.chat_template=nowhere.jinja": "nowhere.jinja",
+    f"{FULL} --data.train_files=build/broken.jsonl": "broken.jsonl:2",
+    f"{FULL} --ckpt_path=build/nowhere.ckpt": "nowhere.ckpt",
+    "lightning-automodel fit --config=examples/lora.yaml --model.peft.rr=8": "rr",
+    "lightning-automodel generate build/nowhere": "is no directory",
+    "lightning-automodel evaluate build/quickstart/export": "files",
+    "lightning-automodel evaluate build/quickstart/export --files=nowhere.txt": "matches no file",
+    "lightning-automodel export build/nowhere.ckpt build/out": "there is no checkpoint at",
+    "lightning-automodel export examples/full.yaml build/out": "is no checkpoint",
+}
+
+
+@dataclass
+class Hour:
+    """The clone, and what went wrong in it."""
+
+    folder: Path
+    failed: list[str] = field(default_factory=list)
+
+    def run(self, command: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
+        """Runs a command line as a shell of the clone would."""
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+        environment |= {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(self.folder),
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "120",
+        }
+        return subprocess.run(
+            command, shell=True, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+
+    def works(self, command: str) -> None:
+        """Runs what must end with exit code 0."""
+        started = time.monotonic()
+        done = self.run(command)
+        self.say(done.returncode == 0, f"{time.monotonic() - started:4.0f} s  {command}", done.stderr[-2000:])
+
+    def say(self, is_right: bool, line: str, why: str = "") -> None:
+        """Prints a step, and what it printed if it failed."""
+        print(f"{'ok    ' if is_right else 'FAILED'}  {line}", flush=True)
+        if not is_right:
+            self.failed.append(line)
+            print(why, flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m tests.first_hour", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; none: all")
+    parser.add_argument("--folder", type=Path, help="a clone in which the quickstart has run; none: a new one")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
+    with tempfile.TemporaryDirectory() as new:
+        hour = Hour((options.folder or cloned(Path(new) / "clone")).resolve())
+        if not (hour.folder / "build" / "quickstart" / "export").exists() and "readme" not in (options.parts or PARTS):
+            hour.works("python -m examples.quickstart")
+        for name in options.parts or PARTS:
+            print(f"== {name}", flush=True)
+            PARTS[name](hour)
+    print(f"{len(hour.failed)} steps failed")
+    sys.exit(bool(hour.failed))
+
+
+def cloned(folder: Path) -> Path:
+    """Clones what is committed."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    return folder
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def readme(hour: Hour) -> None:
+    """Runs the command lines of the README in their order, and then its program."""
+    page = hour.folder / "README.md"
+    for block in (block for block in blocks(page, "sh")):
+        for command in command_lines(block):
+            if not command.startswith(OF_THE_ENVIRONMENT):
+                hour.works(read_as(command))
+    for number, block in enumerate(programs([page])):
+        script = hour.folder / f"program{number}.py"
+        script.write_text(read_as(block.text).replace("max_epochs=1", "max_steps=2"))
+        hour.works(f"python {script.name}")
+
+
+def examples(hour: Hour) -> None:
+    """Runs every example for a few steps."""
+    torch_run = "torchrun --standalone --nproc-per-node=2"
+    for path in sorted((hour.folder / "examples").glob("*.yaml")):
+        if path.stem not in ("quickstart", "vision", *(() if torch.cuda.is_available() else GPUS_ONLY)):
+            hour.works(f"lightning-automodel fit --config=examples/{path.name} {STEPS}")
+    for name in ("dpo", "distillation", "reward", "fabric"):
+        hour.works(f"python -m examples.{name}")
+    hour.works("python -m examples.vision --trainer.max_epochs=1")
+    hour.works("python -m examples.finetune build/quickstart/export 'build/quickstart/text/a*.py'")
+    hour.works(f"{torch_run} examples/torchrun.py build/quickstart/export --steps=2")
+    hour.works(f"examples/torchrun.sh examples/full.yaml {STEPS}")
+    if shutil.which("jupyter"):
+        hour.works("jupyter execute examples/notebook.ipynb")
+
+
+def mistakes(hour: Hour) -> None:
+    """Runs wrong commands, and looks at what they say, how they end, and how long that takes."""
+    (hour.folder / "build").mkdir(exist_ok=True)
+    (hour.folder / "build" / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    imports = min(timed(hour, f'python -W ignore -c "{IMPORTS}"')[1] for _ in range(2))
+    print(f"        {imports:4.1f} s of processor time for the imports of libraries alone")
+    for command, text in MISTAKES.items():
+        done, seconds = timed(hour, command)
+        lines = done.stderr.splitlines()
+        told = [line for line in lines if line.startswith("lightning-automodel: error: ")]
+        right = done.returncode == 1 and told == lines[-1:] and text in told[0] and "Traceback" not in done.stderr
+        own = seconds - imports
+        hour.say(right and own < SECONDS, f"{seconds:4.1f} s (own: {own:4.1f})  {command}", done.stderr[-3000:])
+
+
+def documents(hour: Hour) -> None:
+    """Checks all links and blocks of code, and runs those that are complete programs without a trainer."""
+    hour.works("python -m pytest -q -p no:cacheprovider tests/test_documents.py")
+    for block in programs(sorted((hour.folder / "docs").rglob("*.md"))):
+        (hour.folder / "program.py").write_text(read_as(block.text))
+        hour.works(f"python program.py  # {block.page.name}:{block.line}")
+
+
+PARTS: dict[str, Callable[[Hour], None]] = {
+    "readme": readme,
+    "examples": examples,
+    "mistakes": mistakes,
+    "pages": documents,
+}
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def read_as(text: str) -> str:
+    """Replaces placeholders."""
+    for placeholder, value in READ_AS.items():
+        text = text.replace(placeholder, value)
+    return text
+
+
+def programs(found: list[Path]) -> Iterator[Block]:
+    """The blocks of Python that use no name from elsewhere."""
+    yield from (b for page in found for b in blocks(page, "python") if not unbound(b.text))
+
+
+def timed(hour: Hour, command: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs a command; returns also the processor time of it and its children, which other work changes little."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = hour.run(command)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+if __name__ == "__main__":
+    main()

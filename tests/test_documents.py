@@ -1,0 +1,65 @@
+"""Pages say what is there: links lead somewhere, code compiles, its imports exist, and commands name what is there."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import ROOT, Block, blocks, broken_links, command_lines, links, pages
+
+CODE = [block for page in pages() for block in blocks(page, "python")]
+SHELL = [block for page in pages() for block in blocks(page, "sh")]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One thing\n[a](page.md#one-thing) [b](page.md#another) [c](none.md) `[d](none.md)` [e](https://x.y)\n"
+    )
+    assert broken_links(page) == ["page.md#another", "none.md"]
+
+
+def test_the_list_for_tools_has_every_page_and_example() -> None:
+    listed = set(links(ROOT / "llms.txt"))
+    docs = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    ignored = {"__init__.py", "chat.jinja", "quickstart.yaml", "vision.py", "records.py", "held_out_loss.py"}
+    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.*")} - {
+        f"examples/{x}" for x in ignored
+    }
+    assert sorted((docs | examples) - listed) == []
+
+
+@pytest.mark.parametrize("block", CODE, ids=lambda block: block.place)
+def test_code_compiles_and_its_imports_exist(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module or "")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: block.place)
+def test_commands_name_files_and_modules_that_are_there(block: Block) -> None:
+    for command in command_lines(block):
+        for module in re.findall(r"python -m ((?:examples|benchmarks|tests)[\w.]*)", command):
+            assert importlib.util.find_spec(module) is not None, command
+        for name in re.findall(r"(?:^|[ =])((?:examples|docs|tests)/[\w./]+)", command):
+            assert (ROOT / name).exists(), command
+
+
+def test_figures_of_the_first_page_stand_on_the_pages_that_it_names() -> None:
+    text = (ROOT / "README.md").read_text()
+    overhead, loading = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("overhead", "loading"))
+    families = (ROOT / "docs" / "families.md").read_text()
+    shown = re.findall(r"\d+ of \d+|\d\.\d+", text[text.index("| | here") : text.index("Measured on CPU")])
+    assert len(shown) >= 8
+    rounded = [f"{float(x):.1f}" for x in re.findall(r"\d+\.\d+", overhead)]
+    for figure in shown:
+        assert figure in families or figure in loading or figure in overhead or figure in rounded, figure
