@@ -53,11 +53,15 @@ class DPO(L.LightningModule):
 
 def preference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Log-probability of the chosen answer less that of the rejected one [pairs]."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-    targets = batch["labels"][:, 1:]  # [2 * pairs, width - 1], -100 where there is no answer
-    losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none")
-    chosen, rejected = (-losses.sum(1)).chunk(2)
+    chosen, rejected = log_probability(model, batch).chunk(2)
     return chosen - rejected
+
+
+def log_probability(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Log-probability of the answer in each row [rows]."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    targets = batch["labels"][:, 1:]  # [rows, width - 1], -100 where there is no answer
+    return -cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none").sum(1)
 
 
 def main(model: str = MODEL, files: str = FILES, output: str = OUTPUT, **arguments: Any) -> None:

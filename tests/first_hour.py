@@ -186,7 +186,7 @@ def mistakes(hour: Hour) -> None:
 
 def documents(hour: Hour) -> None:
     """Checks all links and blocks of code, and runs those that are complete programs without a trainer."""
-    hour.works("python -m pytest -q -p no:cacheprovider tests/test_documents.py")
+    hour.works("python -m pytest -q -p no:cacheprovider tests/docs")
     for block in programs(sorted((hour.folder / "docs").rglob("*.md"))):
         (hour.folder / "program.py").write_text(read_as(block.text))
         hour.works(f"python program.py  # {block.page.name}:{block.line}")

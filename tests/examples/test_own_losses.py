@@ -7,11 +7,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from examples.distillation import Distillation
-from examples.dpo import DPO
+from examples.dpo import DPO, log_probability
 from examples.reward import RewardModel
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -20,7 +21,7 @@ from tests.support.training import make_trainer, whole, world_size
 
 STEPS, PAIRS, WIDTH, VOCABULARY, PAD = 3, 4, 13, 61, 0
 pytestmark = pytest.mark.timeout(300)
-EXAMPLES = ("dpo", "distillation", "reward")
+EXAMPLES = ("dpo", "answers apart", "distillation", "reward")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "sequence": {"tp": 2, "config": FSDP2Config(sequence_parallel=True)},
@@ -45,7 +46,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+class AnswersApart(DPO):
+    """Sees chosen and rejected answers in two forward passes, before one backward pass."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        halves = [{key: value.chunk(2)[i] for key, value in batch.items()} for i in range(2)]
+        chosen, rejected = (self._gain(half) for half in halves)
+        return -logsigmoid(self.beta * (chosen - rejected)).mean()
+
+    def _gain(self, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            before = log_probability(self.reference, batch)
+        return log_probability(self.policy, batch) - before
+
+
 def build(example: str, models: Path) -> L.LightningModule:
+    if example == "answers apart":
+        return AnswersApart(str(models / "one"), beta=0.5, lr=1e-2)
     if example == "reward":
         return RewardModel(str(models / "reward"), PAD, lr=1e-2)
     if example == "dpo":

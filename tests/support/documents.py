@@ -37,25 +37,6 @@ def links(page: Path) -> list[str]:
     return _LINK.findall(text)
 
 
-def broken_links(page: Path) -> list[str]:
-    """Links to files that are not there, or to headings that the other page has not."""
-    broken = []
-    for link in links(page):
-        if re.match(r"\w+:", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    return broken
-
-
-def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def blocks(page: Path, language: str) -> list[Block]:
     """The blocks of code of one language."""
     text = page.read_text("utf-8")
