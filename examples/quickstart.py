@@ -19,6 +19,8 @@ from typing import Any
 import yaml
 
 from examples.records import write_records
+from lightning_automodel.finetuning import TextDataModule
+from lightning_automodel.finetuning.data import token_rows
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 BUILD = Path("build/quickstart")
@@ -120,9 +122,6 @@ def make_mixture() -> None:
 
 def write_held_out_rows() -> None:
     """Writes the rows that the trainer will validate on, for the process that knows nothing of this package."""
-    from lightning_automodel.finetuning import TextDataModule
-    from lightning_automodel.finetuning.data import token_rows
-
     arguments: dict[str, Any] = yaml.safe_load(CONFIG.read_text())["data"]["init_args"]
     data = TextDataModule(tokenizer=str(BUILD / "model"), **arguments)
     data.setup("fit")

@@ -1,4 +1,4 @@
-"""Pages say what is there: code compiles, its imports exist, commands name what is there, figures stand on their pages."""
+"""Pages say what is there: code compiles, imports exist, commands name what is there, figures stand on their pages."""
 
 import ast
 import importlib
