@@ -21,16 +21,17 @@ _DESCRIPTION = "Writes a page of one file with what runs have logged: charts, th
 _SECTIONS = (
     ("Training", r"^(train[/_.])?loss|^lr\b|^lr-|learning.?rate|grad.*norm|norm.*grad"),
     ("Validation", r"^(val|valid|validation|test)[/_.]"),
-    ("Speed", r"per_sec|tokens/s|mfu|flops|throughput|time"),
+    ("Speed", r"second|/s$|mfu|flops|throughput|time"),
     ("Memory", r"mem|alloc|reserved"),
     ("Other", r""),
 )
 """Heading, and what the names of its numbers match; the first that matches has it."""
-_TOKENS = re.compile(r"(^|/)(tokens|tokens_seen|total_tokens)$")
+_TOKENS = ("tokens_seen", "tokens")
+"""Ends of the names under which tokens are counted, the one that counts all of them first."""
 _SUMMARY: tuple[tuple[str, str, Callable[[Sequence[float]], float]], ...] = (
     ("last loss", r"^(train[/_.])?loss(_step)?$", lambda values: values[-1]),
     ("lowest validation loss", r"^val\w*[/_.]loss", min),
-    ("median tokens/s", r"tokens_per_sec\w*$", statistics.median),
+    ("median tokens/s", r"tokens_per_second$", statistics.median),
     ("median MFU", r"mfu$", statistics.median),
     ("highest memory", r"mem", max),
 )
@@ -86,7 +87,7 @@ def run_page(runs: Sequence[LoggedRun]) -> str:
 
 
 def _sections(runs: Sequence[LoggedRun], tokens: Sequence[Series]) -> Iterator[tuple[str, list[list[Chart]]]]:
-    names = sorted({name for run in runs for name in run.numbers if not _TOKENS.search(name)}, key=_place)
+    names = sorted({name for run in runs for name in run.numbers if not _counts_tokens(name)}, key=_place)
     for heading, _ in _SECTIONS:
         chosen = [name for name in names if _section(name) == heading]
         if chosen:
@@ -114,7 +115,12 @@ def _variants(name: str, runs: Sequence[LoggedRun], tokens: Sequence[Series]) ->
 
 def _tokens_of(run: LoggedRun) -> Series:
     """Return how many tokens had been seen at which step, if the run says so."""
-    return next((values for name, values in run.numbers.items() if _TOKENS.search(name)), [])
+    counted = {name.rpartition("/")[2]: values for name, values in run.numbers.items() if _counts_tokens(name)}
+    return next((counted[name] for name in _TOKENS if name in counted), [])
+
+
+def _counts_tokens(name: str) -> bool:
+    return name.rpartition("/")[2] in _TOKENS
 
 
 def _over(values: Series, counted: Series) -> Series:

@@ -11,11 +11,11 @@ from lightning_automodel.command.report import run_page
 from tests.support import browser
 from tests.support.markup import Page, is_alone
 
-METRICS = """epoch,lr,step,train/loss,train/tokens,train/tokens_per_second,val/loss,train/mfu,train/grad_norm
-0,0.002,9,6.5,1000,350.5,,0.41,1.25
-0,0.001,19,5.25,2000,360.5,,0.43,inf
-0,,19,,,,5.75,,
-"""
+METRICS = """epoch,lr,step,train/loss,train/tokens,train/tokens_per_second,train/tokens_seen,val/loss,train/mfu,NORM
+0,0.002,9,6.5,900,350.5,1000,,0.41,1.25
+0,0.001,19,5.25,1900,360.5,2000,,0.43,inf
+0,,19,,,,,5.75,,
+""".replace("NORM", "train/gradient_norm")
 HOSTILE = "run<img src=x onerror=alert(1)>"
 
 
@@ -37,10 +37,11 @@ def test_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert page.rows["summary"] == [[HOSTILE, "19", "2,000", "5.25", "5.75", "355.5", "0.42"]]
     assert "DDPStrategy <one rank>" in page.text
     assert "name: <b>tiny</b>" in page.text
-    for name in ("train/loss", "lr", "val/loss", "train/grad_norm", "train/mfu"):
+    for name in ("train/loss", "lr", "val/loss", "train/gradient_norm", "train/mfu"):
         assert markup.count(f'aria-label="{name} over steps"') == 1
         assert markup.count(f'aria-label="{name} over tokens"') == 1
     assert "train/tokens over" not in markup
+    assert "train/tokens_seen over" not in markup
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
