@@ -18,7 +18,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Make links of Sphinx's roles, in which docstrings name functions and classes, and one colon of two before code."""
+    """Make links of roles of Sphinx, in which docstrings name functions, and one colon of two before code."""
     return _ROLE.sub(lambda found: _link(found[1]), html.replace("::</p>", ":</p>"))
 
 
