@@ -4,7 +4,7 @@ Everything is computed in float32 (float64 for float64 logits), row block by row
 size of the logits exists in the forward pass. One all-reduce finds the maximum of each row, one sums the rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_automodel._compat.tensors import assert_async
 from lightning_automodel.distributed.collectives import shard_bounds
+from lightning_automodel.loss.rounds import rounds
 
 _BLOCK = 1 << 22
 """Elements that are widened at a time: 16 MiB in float32."""
@@ -217,9 +218,9 @@ def wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor) -> Iterable[slice]:
     rows = max(1, _BLOCK // max(1, logits.shape[-1]))
-    return (slice(i, i + rows) for i in range(0, logits.shape[0], rows))
+    return rounds([slice(i, i + rows) for i in range(0, logits.shape[0], rows)])
 
 
 class _TokenLosses(torch.autograd.Function):

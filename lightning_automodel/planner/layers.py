@@ -104,9 +104,17 @@ def extrapolate(model: nn.Module, play: Callable[[nn.Module], Watched], least: i
         play: makes a model parallel and runs a step.
         least: layers of each kind that are run.
     """
+    (watched,), basis = extrapolate_each(model, lambda cut: [play(cut)], least)
+    return watched, basis
+
+
+def extrapolate_each(
+    model: nn.Module, play: Callable[[nn.Module], Sequence[Watched]], least: int = BASE
+) -> tuple[list[Watched], str]:
+    """Return what several steps do, all of which ``play`` runs on one model; else as :func:`extrapolate`."""
     kinds = kinds_of(model)
     if kinds.runs_all:
-        return play(copy.deepcopy(model)), "all layers were run"
+        return list(play(copy.deepcopy(model))), "all layers were run"
     base = [min(least, len(names)) for names in kinds.names]
     first = play(cut_model(model, kinds, base))
     terms = [(first, 1)]
@@ -116,7 +124,8 @@ def extrapolate(model: nn.Module, play: Callable[[nn.Module], Watched], least: i
             times = len(names) - base[i]
             terms += [(play(cut_model(model, kinds, more)), times), (first, -times)]
     ran, layers = (" + ".join(map(str, counts)) for counts in (base, map(len, kinds.names)))
-    return combine(terms), f"{ran} of {layers} layers were run, and one more of each kind"
+    steps = [combine([(watched[i], times) for watched, times in terms]) for i in range(len(first))]
+    return steps, f"{ran} of {layers} layers were run, and one more of each kind"
 
 
 def combine(terms: Sequence[tuple[Watched, int]]) -> Watched:

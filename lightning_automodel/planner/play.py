@@ -1,6 +1,6 @@
 """Plays one rank of a run in this process: the real stages and a real step, on tensors without memory."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -59,7 +59,7 @@ def stage(run: Run, rank: int = 0) -> Generator[DeviceMesh, None, None]:
             yield mesh
 
 
-def play(model: nn.Module, run: Run, mesh: DeviceMesh, ends: int = 2) -> Watched:
+def play(model: nn.Module, run: Run, mesh: DeviceMesh, ends: int = 2, abridges: bool = True) -> Watched:
     """Make ``model`` parallel, and return what one step does, within :func:`stage`.
 
     Args:
@@ -67,7 +67,19 @@ def play(model: nn.Module, run: Run, mesh: DeviceMesh, ends: int = 2) -> Watched
         run: what is planned.
         mesh: from :func:`stage`.
         ends: blocks at both ends whose memory is told apart.
+        abridges: whether few blocks of rows stand for all in the loss, with the same numbers.
     """
+    return play_each(model, [run], mesh, ends, abridges)[0]
+
+
+def play_each(
+    model: nn.Module, runs: Sequence[Run], mesh: DeviceMesh, ends: int = 2, abridges: bool = True
+) -> list[Watched]:
+    """Make ``model`` parallel once, and return what one step of each of ``runs`` does; they differ in rows only.
+
+    The other arguments are those of :func:`play`.
+    """
+    run = runs[0]
     precision = FSDP2Precision(run.precision)  # type: ignore[arg-type]
     config = replace(run.config, expert_dispatcher=dispatch_evenly) if run.sizes.ep > 1 else run.config
     parallelize(model, mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
@@ -75,16 +87,20 @@ def play(model: nn.Module, run: Run, mesh: DeviceMesh, ends: int = 2) -> Watched
     model.train()
     optimizer = run.optimizer(p for p in model.parameters() if p.requires_grad)
     prepare(model, optimizer)
-    return watched_step(
-        model,
-        optimizer,
-        batch_of(run),
-        mesh,
-        accumulation=run.accumulation,
-        clips=run.clips,
-        defers=run.config.defer_fsdp_grad_sync,
-        ends=ends,
-    )
+    return [
+        watched_step(
+            model,
+            optimizer,
+            batch_of(each),
+            mesh,
+            accumulation=run.accumulation,
+            clips=run.clips,
+            defers=run.config.defer_fsdp_grad_sync,
+            ends=ends,
+            abridges=abridges,
+        )
+        for each in runs
+    ]
 
 
 def batch_of(run: Run) -> dict[str, Tensor]:

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel._compat.fsdp2 import fsdp_units
 from lightning_automodel._compat.modules import own_buffers
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
+from lightning_automodel.loss.rounds import going_through
 from lightning_automodel.mesh import axis, names_of_axes
 from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.parallel.fsdp2 import gradients_held
@@ -47,7 +49,10 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
 
 
 def prepare(model: nn.Module, optimizer: Optimizer) -> None:
-    """Give the optimizer its states, and parameters gradients, as they are after the first step."""
+    """Give the optimizer its states, parameters gradients, and units what they gather into, as after the first step."""
+    for unit in fsdp_units(model):
+        unit.unshard()
+        unit.reshard()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -64,6 +69,7 @@ def watched_step(
     clips: bool = True,
     defers: bool = True,
     ends: int = 2,
+    abridges: bool = False,
 ) -> Watched:
     """Run one optimizer step and return what it did on this rank.
 
@@ -76,6 +82,7 @@ def watched_step(
         clips: whether gradients are clipped by their norm.
         defers: whether gradients are reduced with the last micro-batch only.
         ends: blocks at both ends whose memory is told apart.
+        abridges: whether few blocks of rows stand for all in the loss; only where tensors have no values.
     """
     watch = Watch(mesh.device_type, axes_of_groups(mesh))
     watch.hold(model.parameters(), PARAMETERS)
@@ -83,7 +90,7 @@ def watched_step(
     watch.hold((p.grad for p in model.parameters()), GRADIENTS)
     watch.hold(_states(optimizer), OPTIMIZER)
     hooks = _say_where(model, watch, ends)
-    with _collecting_between(), watch:
+    with _collecting_between(), watch, going_through(watch.few if abridges else iter):
         for i in range(accumulation - 1):
             with gradients_held(model, defers):
                 _micro_batch(model, optimizer, batch, watch, is_first=i == 0)
@@ -140,14 +147,16 @@ def _say_where(model: nn.Module, watch: Watch, ends: int) -> list[RemovableHandl
 @contextmanager
 def _collecting_between() -> Generator[None, None, None]:
     """Free cycles of objects between phases only, within this context: where Python does it depends on everything."""
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.disable()
-    gc.freeze()
+    if not was_frozen:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
@@ -156,6 +165,7 @@ def _states(optimizer: Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
+@torch.no_grad()
 def _parameters(model: nn.Module) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ when the step has ended.
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +105,7 @@ class Watch(TorchDispatchMode):
         self._log: list[tuple[str, str | None, _Held, int]] = []
         self._phase = FORWARD
         self._place: str | None = ""
+        self._times = 1
         self.result = Watched()
 
     @contextmanager
@@ -125,6 +126,21 @@ class Watch(TorchDispatchMode):
         """Count what follows to a place in the phase; ``None``: to none of those that are reported."""
         self._place = place
 
+    def few(self, blocks: Sequence[slice]) -> Iterator[slice]:
+        """Go through three of ``blocks``: the first, the last, which may be shorter, and one that stands for the rest.
+
+        What a block leaves is freed while the next one runs, so memory is as much as with all of them.
+        """
+        if len(blocks) <= 3:
+            yield from blocks
+            return
+        yield blocks[0]
+        self._times = len(blocks) - 2
+        yield blocks[1]
+        self._times = 1
+        yield blocks[-1]
+
+    @torch.no_grad()
     def hold(self, tensors: Iterable[Tensor | None], role: str, known: str | None = None) -> None:
         """Say what the memory of ``tensors`` is for; it counts from now on if it did not before.
 
@@ -186,12 +202,12 @@ class Watch(TorchDispatchMode):
             return
         packet = packet_of(func)
         if packet in flop_registry:
-            self.result.flops[self._phase] += flop_registry[packet](*args, **kwargs, out_val=out)
+            self.result.flops[self._phase] += self._times * flop_registry[packet](*args, **kwargs, out_val=out)
         elif not func.is_view and not _MOVES_NOTHING.search(name_of_operation(func)):
             moved = [
                 x for x in tree_leaves((args, out)) if isinstance(x, Tensor) and x.device.type == self._device_type
             ]
-            self.result.traffic[self._phase] += _bytes(moved)
+            self.result.traffic[self._phase] += self._times * _bytes(moved)
 
     def _count(self, func: Any, group: dist.ProcessGroup, args: tuple, out: Any) -> None:
         sizes = [_bytes(tree_leaves(value)) for value in (*args, out)]
@@ -199,8 +215,8 @@ class Watch(TorchDispatchMode):
         if len(ranks) == 1:
             return
         key = Collective(_kind(func), self._axes.get(ranks, f"{len(ranks)} ranks"), self._phase)
-        self.result.counts[key] += 1
-        self.result.volume[key] += max(sizes)
+        self.result.counts[key] += self._times
+        self.result.volume[key] += self._times * max(sizes)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
