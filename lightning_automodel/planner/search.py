@@ -1,9 +1,11 @@
 """Ranks the layouts of a world by what they would train per second, and says why the others fall out.
 
-Sizes, sequence parallelism and checkpointing are played, each with few layers and one and two rows; more rows cost in
-proportion. What comes out best is played once more as it is, with and without replicas of the shards.
+Sizes (of ep too, where the model has experts), sequence parallelism and checkpointing are played, each with few layers
+and one and two rows; more rows cost in proportion. What comes out best is played once more as it is, with and without
+replicas of the shards.
 """
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +16,13 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedConfig
 
-from lightning_automodel.mesh import MeshSizes, resolve_sizes
+from lightning_automodel.mesh import AXES, EP, MeshSizes, resolve_sizes
 from lightning_automodel.planner.estimate import estimate
 from lightning_automodel.planner.hardware import Hardware
-from lightning_automodel.planner.layers import combine, extrapolate
+from lightning_automodel.planner.layers import combine, extrapolate_each
 from lightning_automodel.planner.plan import Plan, build, plan
-from lightning_automodel.planner.play import Run, play, stage
+from lightning_automodel.planner.play import Run, play_each, stage
+from lightning_automodel.plans.experts import has_experts
 
 ROWS = (1, 2, 4, 8, 16)
 CHECKPOINTING = (False, "selective", True)
@@ -48,16 +51,16 @@ def search(
         hardware: the devices.
         workers: processes that play; ``None``: one for each CPU of this process.
     """
-    candidates = list(layouts(run, hardware))
+    built = build(model)
+    jobs = [(candidate, hardware) for candidate in layouts(run, hardware, has_experts(built))]
     count = workers or len(os.sched_getaffinity(0))
-    jobs = [(model, candidate, hardware) for candidate in candidates]
-    with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+    # Workers inherit the model, and know operations of the first plays in the second ones.
+    with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _inherit, (built,)) as pool:
         results = list(pool.map(_try, jobs))
-    plans = [found for plans, _ in results for found in plans]
-    rejected = [one for _, ones in results for one in ones]
-    fitting = sorted((found for found in plans if found.fits), key=_slowness)
-    again = [(model, one, hardware) for found in fitting[:_AGAIN] for one in _replicated(found.run, hardware)]
-    with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+        plans = [found for plans, _ in results for found in plans]
+        rejected = [one for _, ones in results for one in ones]
+        fitting = sorted((found for found in plans if found.fits), key=_slowness)
+        again = [(one, hardware) for found in fitting[:_AGAIN] for one in _replicated(found.run, hardware)]
         exact = [found for found in pool.map(_again, again) if found.fits]
     known = {(found.run.sizes, found.run.config, found.run.micro_batch) for found in exact}
     rest = [found for found in fitting if (found.run.sizes, found.run.config, found.run.micro_batch) not in known]
@@ -65,18 +68,28 @@ def search(
     return sorted([*exact, *rest], key=_slowness), rejected
 
 
-def layouts(run: Run, hardware: Hardware) -> Iterator[Run]:
-    """List the layouts to try, with one row each."""
+def layouts(run: Run, hardware: Hardware, experts: bool = False) -> Iterator[Run]:
+    """List the layouts to try, with one row each.
+
+    Args:
+        run: what they have in common.
+        hardware: of whose nodes tp and ep do not cross the borders.
+        experts: whether tokens may travel to experts.
+    """
     world = run.sizes.world
     for tp in _powers(min(hardware.devices, world)):
         for cp in _powers(max(1, run.sequence_length // _FEWEST_ROWS)):
-            if world % (tp * cp):
-                continue
-            sizes = resolve_sizes(world, tp=tp, cp=cp)
-            for cut in (True, False) if tp > 1 else (False,):
-                for checkpointing in CHECKPOINTING if cut or tp == 1 else CHECKPOINTING[:1]:
-                    config = replace(run.config, sequence_parallel=cut, activation_checkpointing=checkpointing)
-                    yield replace(run, sizes=sizes, config=config, micro_batch=1)
+            for ep in _powers(hardware.devices // tp) if experts else (1,):
+                if world % (tp * cp) == 0 and world // tp % ep == 0:
+                    yield from _levers(replace(run, sizes=resolve_sizes(world, tp=tp, cp=cp, ep=ep), micro_batch=1))
+
+
+def _levers(run: Run) -> Iterator[Run]:
+    tp = run.sizes.tp
+    for cut in (True, False) if tp > 1 else (False,):
+        for checkpointing in CHECKPOINTING if cut or tp == 1 else CHECKPOINTING[:1]:
+            config = replace(run.config, sequence_parallel=cut, activation_checkpointing=checkpointing)
+            yield replace(run, config=config)
 
 
 def _powers(most: int) -> list[int]:
@@ -87,20 +100,28 @@ def _slowness(found: Plan) -> float:
     return -found.estimate.speed
 
 
-def _try(job: tuple[str | PreTrainedConfig, Run, Hardware]) -> tuple[list[Plan], list[Rejected]]:
+_inherited: list[nn.Module] = []
+
+
+def _inherit(model: nn.Module) -> None:
+    """Be a worker that plays ``model``. What it inherits is never garbage: no play needs to look through it."""
+    _inherited.append(model)
+    gc.freeze()
+
+
+def _try(job: tuple[Run, Hardware]) -> tuple[list[Plan], list[Rejected]]:
     """Play one layout, and return a plan for each number of rows up to the first that does not fit."""
-    model, run, hardware = job
-    built, run = build(model), replace(run, optimizer=_in_one_call)
+    run, hardware = replace(job[0], optimizer=_in_one_call), job[1]
+    built = _inherited[0]
     try:
         with stage(run) as mesh:
-            one, basis = extrapolate(built, lambda cut: play(cut, run, mesh, ends=1), _LEAST_LAYERS)
-            more = replace(run, micro_batch=2)
-            two, _ = extrapolate(built, lambda cut: play(cut, more, mesh, ends=1), _LEAST_LAYERS)
+            both = [replace(run, micro_batch=rows) for rows in (1, 2)]
+            (one, two), basis = extrapolate_each(built, lambda cut: play_each(cut, both, mesh, ends=1), _LEAST_LAYERS)
     except ValueError as error:
         return [], [Rejected(run, str(error))]
     plans: list[Plan] = []
     for rows in ROWS:
-        watched, this = combine([(one, 2 - rows), (two, rows - 1)]), replace(job[1], micro_batch=rows)
+        watched, this = combine([(one, 2 - rows), (two, rows - 1)]), replace(job[0], micro_batch=rows)
         found = Plan(
             run=this,
             hardware=hardware,
@@ -123,16 +144,17 @@ def _in_one_call(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, fused=True)
 
 
-def _again(job: tuple[str | PreTrainedConfig, Run, Hardware]) -> Plan:
-    return plan(*job)
+def _again(job: tuple[Run, Hardware]) -> Plan:
+    return plan(_inherited[0], *job)
 
 
 def _replicated(run: Run, hardware: Hardware) -> Iterator[Run]:
     """List ``run``, and the same with the shards of each node repeated in all nodes."""
     yield run
     nodes = run.sizes.world // hardware.devices
-    if nodes > 1 and run.sizes.dp_shard % nodes == 0:
-        yield replace(run, sizes=replace(run.sizes, dp_replicate=nodes, dp_shard=run.sizes.dp_shard // nodes))
+    shards = run.sizes.dp_shard // max(nodes, 1)
+    if nodes > 1 and run.sizes.dp_shard % nodes == 0 and shards * run.sizes.cp % run.sizes.ep == 0:
+        yield replace(run, sizes=replace(run.sizes, dp_replicate=nodes, dp_shard=shards))
 
 
 def describe_search(fitting: Sequence[Plan], others: Sequence[Rejected]) -> str:
@@ -154,8 +176,8 @@ def describe_search(fitting: Sequence[Plan], others: Sequence[Rejected]) -> str:
 def name_of(run: Run) -> str:
     """Write what a layout is made of in one line."""
     sizes: MeshSizes = run.sizes
-    shown = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
-    parts = [f"{name}={size}" for name, size in shown.items() if size > 1]
+    named = zip((*AXES, EP), (*sizes.shape, sizes.ep), strict=True)
+    parts = [f"{name}={size}" for name, size in named if size > 1]
     parts += ["sequence"] * run.config.sequence_parallel
     kept = run.config.activation_checkpointing
     parts += [{True: "checkpointed", "selective": "selective"}[kept]] if kept else []

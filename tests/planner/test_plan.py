@@ -1,25 +1,32 @@
 """The plan as a user gets it: of large models by few layers, as text, from the command, and as a search."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 import yaml
+from transformers import PreTrainedConfig
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.cli import main
+from lightning_automodel.loss import vocab_parallel
 from lightning_automodel.mesh import EXPERTS, axis, names_of_axes, resolve_sizes
 from lightning_automodel.planner.estimate import bandwidth, ranks_of
 from lightning_automodel.planner.hardware import HARDWARE, find_hardware
 from lightning_automodel.planner.layers import extrapolate
-from lightning_automodel.planner.plan import plan
-from lightning_automodel.planner.play import Run, play, stage
+from lightning_automodel.planner.plan import Plan, build, plan
+from lightning_automodel.planner.play import Run, play, play_each, stage
 from lightning_automodel.planner.report import describe
+from lightning_automodel.planner.search import layouts, name_of, search
+from lightning_automodel.plans.experts import has_experts
 from tests.planner.subjects import LAYOUTS, model_on_meta, run_of
 from tests.support.families import tiny_config
 
 H100 = HARDWARE["h100"]
+searching = sys.modules[search.__module__]
 
 
 @pytest.mark.parametrize("name", ["dp2", "replicas2-shards2"])
@@ -150,3 +157,51 @@ def test_the_search_ranks_what_fits(model_folder: Path, capsys: pytest.CaptureFi
     assert "dp_shard=4 rows=16" in text
     assert "Layouts that fall out" not in text
     assert yaml.safe_load(path.read_text())["trainer"]["devices"] == 4
+
+
+def played_one_by_one(model: PreTrainedConfig, run: Run, rows: tuple[int, ...]) -> list[Plan]:
+    """The plans of every layout that fit, the fastest first."""
+    experts = has_experts(build(model))
+    found = [plan(model, replace(one, micro_batch=n), H100) for one in layouts(run, H100, experts) for n in rows]
+    return sorted((one for one in found if one.fits), key=lambda one: -one.estimate.speed)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "checkpointing", "rows"),
+    [
+        ("llama", 2, (False,), (1, 2)),
+        pytest.param("llama", 4, (False, "selective", True), (1, 2, 4), marks=pytest.mark.long),
+        pytest.param("qwen3_moe", 4, (False,), (1, 2), marks=pytest.mark.long),
+    ],
+)
+def test_the_search_finds_what_playing_every_layout_finds(
+    family: str, world: int, checkpointing: tuple[Any, ...], rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "CHECKPOINTING", checkpointing)
+    monkeypatch.setattr(searching, "ROWS", rows)
+    model = tiny_config(family, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, num_experts=8)
+    run = Run(sizes=resolve_sizes(world), config=FSDP2Config(), sequence_length=64)
+    fitting, others = search(model, run, H100)
+    expected = played_one_by_one(model, run, rows)
+    assert others == []
+    assert [name_of(one.run) for one in fitting] == [name_of(one.run) for one in expected]
+    assert any("ep=2" in name_of(one.run) for one in fitting) == (family == "qwen3_moe")
+    for one, other in zip(fitting, expected, strict=True):
+        assert one.estimate.speed == pytest.approx(other.estimate.speed, rel=0.01)
+        assert one.peak == pytest.approx(other.peak, rel=0.01)
+
+
+def test_few_blocks_of_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loss over a vocabulary that is split, forward and backward, where a block holds two rows."""
+    run = replace(run_of(LAYOUTS["tp2"]), device_type="cuda")
+    monkeypatch.setattr(vocab_parallel, "_BLOCK", 2 * 254)
+    with stage(run) as mesh:
+        few, whole = (play(model_on_meta(), run, mesh, abridges=abridges) for abridges in (True, False))
+    assert few == whole
+
+
+def test_one_model_takes_several_steps() -> None:
+    """With one and two rows: what each does alone, for the first step leaves nothing that the second one has not."""
+    runs = [replace(run_of(LAYOUTS["dp2-tp2-sequence"]), device_type="cuda", micro_batch=rows) for rows in (1, 2)]
+    with stage(runs[0]) as mesh:
+        assert play_each(model_on_meta(), runs, mesh) == [play(model_on_meta(), run, mesh) for run in runs]
