@@ -7,18 +7,19 @@ import re
 import sys
 import traceback
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import lightning as L
 import torch
 from jsonargparse import auto_cli
-from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar, ThroughputMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy, MegatronFSDPStrategy
+from lightning_automodel.callbacks import Health, Throughput, step_bar
 from lightning_automodel.checkpointing.conversion import consolidate, export
 from lightning_automodel.command.evaluation import evaluate
 from lightning_automodel.command.inputs import refuse_missing
@@ -72,6 +73,7 @@ class AutomodelCLI(LightningCLI):
         chosen: dict[str, Any] = {key: {"class_path": path} for key, path in paths.items()}
         chosen["trainer.strategy"]["init_args"] = {"config": FSDP2Config().to_dict()}  # --print_config shows all fields
         parser.set_defaults(chosen)
+        parser.add_argument("--monitor", type=bool, default=True, help="add the callbacks Throughput and Health")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Ends the process with one line if an argument is not right."""
@@ -118,21 +120,30 @@ class AutomodelCLI(LightningCLI):
             refuse_unwritable(self.trainer, self.datamodule)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Adds a progress bar that shows small learning rates, unless the configuration has one or wants none."""
+        """Adds what a run shows, unless the configuration has it or wants none: speed, health, and a progress bar."""
         trainer = self._get(self.config_init, "trainer", default={})
         if isinstance(trainer.get("strategy"), str):
             kwargs = {"strategy": _strategy_of(trainer["strategy"]), **kwargs}
         callbacks = trainer.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if trainer.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
-            callbacks = [*callbacks, TQDMProgressBar(refresh_rate=10)]
-        callbacks = [*callbacks, GoOnCommand(self._words)]
+        callbacks = [*callbacks, *self._shown(trainer, callbacks), GoOnCommand(self._words)]
         try:
             return super().instantiate_trainer(**{"callbacks": callbacks, **kwargs})
         except (TypeError, ValueError, ModuleNotFoundError) as error:
             if _is_of(error, "lightning."):
                 raise ValueError(squeezed(str(error))) from None
             raise
+
+    def _shown(self, trainer: Any, callbacks: list[Callback]) -> Iterator[Callback]:
+        """Make what shows the run and is not among ``callbacks``; the bar last: it reads what the others log."""
+        if self._get(self.config_init, "monitor", default=True):
+            if not any(isinstance(callback, Throughput | ThroughputMonitor) for callback in callbacks):
+                yield Throughput()
+            if not any(isinstance(callback, Health) for callback in callbacks):
+                yield Health()
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if trainer.get("enable_progress_bar") is not False and not has_bar:
+            yield step_bar()
 
 
 def _with_torch_optimizers(args: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ FLOORS = (
     ("chunked_loss", "megatron", "metrics", "parallelizer"),
     ("finetuning", "strategies"),
     ("__init__", "planner"),
-    ("command",),
+    ("callbacks", "command"),
     ("cli",),
 )
 """From the ground up. What stands side by side does not know of each other."""
@@ -33,6 +33,7 @@ APART = ("testing",)
 
 PUBLIC: dict[str, str] = {
     "": "FSDP2TPStrategy MegatronFSDPStrategy DDPStrategy FSDP2Config DDPConfig MegatronFSDPConfig parallelize",
+    "callbacks": "Health MemoryProfiler RichStepBar TQDMStepBar Throughput TraceProfiler step_bar",
     "chunked_loss": "chunked_linear_cross_entropy",
     "config": "DDPConfig FSDP2Config MegatronFSDPConfig",
     "finetuning": "CausalLM ImageTextDataModule ImageTextLM PreferenceDataModule TextDataModule HuggingFaceExport "

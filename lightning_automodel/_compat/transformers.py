@@ -123,6 +123,13 @@ def use_kernels_without_memory(config: PreTrainedConfig) -> None:
         config._experts_implementation = "batched_mm"  # the only one that looks at no values, for all dtypes
 
 
+def use_kernels_with_formulas(config: Any) -> None:
+    """Chooses attention and experts of products whose operations torch can count."""
+    if isinstance(config, PreTrainedConfig):
+        config._attn_implementation = "eager"
+        config._experts_implementation = "batched_mm"
+
+
 @contextmanager
 def experts_run_eagerly(module: nn.Module) -> Generator[None, None, None]:
     """Makes a module of experts compute by its own code within this context, whatever kernels its config asks for."""

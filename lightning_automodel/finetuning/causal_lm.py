@@ -1,6 +1,5 @@
 """The module: a causal language model trained with a loss that is weighed by tokens."""
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ class CausalLM(L.LightningModule):
 
     The loss of an optimizer step is the mean over all its target tokens: of every micro-batch, of every data rank, of a
     last window with fewer micro-batches too. Logged: ``train/loss`` (that mean), ``train/tokens`` (targets so far),
-    ``train/tokens_per_second`` (targets), ``lr``; ``val/loss``, ``val/perplexity``, and the same under ``test``, exact
+    ``lr``; ``val/loss``, ``val/perplexity``, and the same under ``test``, exact
     over the whole data set. Losses that a model adds of its own (router balancing) keep their weight only where each
     micro-batch has as many targets as tokens.
 
@@ -91,7 +90,6 @@ class CausalLM(L.LightningModule):
         self._window = TokenWindow()
         self._window_state: dict[str, Any] = {}
         self._tokens_seen = torch.zeros((), dtype=torch.float64)  # moves to the device with the first step
-        self._clock = 0.0
 
     def setup(self, stage: str) -> None:
         """Checks, before weights are read, that the model is a causal one and embeds all tokens of the data."""
@@ -129,7 +127,7 @@ class CausalLM(L.LightningModule):
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Tells the schedule how long the run is, and starts the clock of the throughput."""
+        """Tells the schedule how long the run is."""
         # Not in configure_optimizers: the estimate sets the data loader up, before a resume could restore its state.
         schedulers = self.lr_schedulers()
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
@@ -137,7 +135,6 @@ class CausalLM(L.LightningModule):
                 scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
         self._window.restore(self._window_state, self._data_group, self.device)
         self._window_state = {}
-        self._clock = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Sums token losses over a constant; ``on_before_optimizer_step`` makes the gradients those of the mean."""
@@ -158,23 +155,18 @@ class CausalLM(L.LightningModule):
         self._log_step(targets, loss_sum, optimizer)
         self._log_loads()
 
-    def on_validation_end(self) -> None:
-        """Keeps the time of a validation out of the throughput."""
-        self._clock = time.perf_counter()
-
     def _log_loads(self) -> None:
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.global_step + 1) % every == 0 and (loads := expert_loads(self)):
             self.log("train/expert_load", max(loads.values()))
 
     def _log_step(self, targets: Tensor, loss_sum: Tensor, optimizer: Optimizer) -> None:
-        now = time.perf_counter()
         self._tokens_seen = self._tokens_seen + targets
-        self.log("train/loss", (loss_sum / targets.clamp(min=1)).float(), prog_bar=True)
+        # Lightning reads what its own bars show after every batch, and waits for the device.
+        is_shown = not hasattr(self.trainer.progress_bar_callback, "reads_logged_metrics")
+        self.log("train/loss", (loss_sum / targets.clamp(min=1)).float(), prog_bar=is_shown)
         self.log("train/tokens", self._tokens_seen.float())
-        self.log("train/tokens_per_second", (targets / (now - self._clock)).float(), prog_bar=True)
-        self.log("lr", optimizer.param_groups[0]["lr"], prog_bar=True)
-        self._clock = now
+        self.log("lr", optimizer.param_groups[0]["lr"], prog_bar=is_shown)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 

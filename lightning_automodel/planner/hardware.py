@@ -100,3 +100,13 @@ def find_hardware(name: str, price: float | None = None) -> Hardware:
     if name not in HARDWARE:
         raise ValueError(f"gpu={name!r} is not known; use one of {', '.join(HARDWARE)}")
     return HARDWARE[name] if price is None else replace(HARDWARE[name], price=price)
+
+
+def hardware_of(name: str) -> Hardware | None:
+    """Return the device that the driver calls ``name``; ``None`` for one that is not known.
+
+    Cards of another form (PCIe, NVL) are slower under the same number, and are not taken for those of the data sheets.
+    """
+    words = name.upper().replace("-", " ").split()
+    slower = {"PCIE", "NVL"} & set(words)
+    return next((device for key, device in HARDWARE.items() if key.upper() in words and not slower), None)

@@ -55,6 +55,8 @@ class FSDP2Precision(Precision):
         self.scaler: AgreedGradScaler | None = None
         self.guard = FiniteGuard("ignore")
         self.clip_norm: Callable[[Iterable[Tensor], float], Tensor] = clip_grad_norm_
+        self.norm: Tensor | None = None
+        """Of the gradients that were clipped last, before that: on the device, nobody has waited for it."""
 
     @override
     def connect(
@@ -141,7 +143,7 @@ class FSDP2Precision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by the norm over all ranks and parameters."""
-        self.clip_norm(self.main_params(optimizer), float(clip_val))
+        self.norm = self.clip_norm(self.main_params(optimizer), float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

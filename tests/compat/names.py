@@ -28,6 +28,8 @@ ATTRIBUTES = {
     "torch:_C._nn": ("_parse_to",),
     "torch:UntypedStorage": ("_cdata",),
     "torch._subclasses.fake_tensor:": ("_DISPATCH_META_HANDLERS",),
+    "torch.cuda.memory:": ("_dump_snapshot", "_record_memory_history"),
+    "torch.autograd:": ("_profiler_enabled",),
     "torch:": ("_C", "_assert_async", "_dynamo", "_foreach_mul_", "_foreach_norm", "_inductor"),
     "torch:Tensor": ("_base", "_make_wrapper_subclass", "_version"),
     "torch:ops.aten.mm.default": ("_overloadpacket", "_schema"),

@@ -50,8 +50,12 @@ def config(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--config", str(config), "--trainer.strategy=auto"]
     for _ in range(2):
-        main(["fit", *common, "--model.optimizer=SGD", "--model.optimizer.lr=0.5"])
-    assert "train/tokens_per_second" in capsys.readouterr().out
+        main(["fit", *common, "--model.optimizer=SGD", "--model.optimizer.lr=0.5", "--trainer.log_every_n_steps=1"])
+    shown = capsys.readouterr().out
+    assert all(f"{name}=" in shown for name in ("loss", "lr", "norm", "tokens/s", "tokens"))
+    assert "2/2" in shown
+    logged = (tmp_path / "run/lightning_logs/version_0/metrics.csv").read_text()
+    assert all(f"train/{name}" in logged for name in ("tokens_per_second", "gradient_norm", "eta_seconds"))
     saved = yaml.safe_load((tmp_path / "run/lightning_logs/version_0/config.yaml").read_text())
     assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
     for command in ("validate", "test"):
