@@ -100,6 +100,7 @@ class RichStepBar(_StepBar, RichProgressBar):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         super().on_train_start(trainer, pl_module)
         self._steps.start(trainer)
+        self.on_train_epoch_start(trainer, pl_module)  # a run that goes on within an epoch does not start one
 
     @override
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

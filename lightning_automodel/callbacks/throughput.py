@@ -217,11 +217,24 @@ def _count(module: "pl.LightningModule") -> ModelFlops | None:
     model = find_model(module)
     if model is None:
         return None
+    key = _key(model)
     try:
-        return count_model(whole_twin(model))
+        if key not in _COUNTED:
+            _COUNTED[key] = count_model(whole_twin(model))
+        return _COUNTED[key]
     except Exception as error:  # code of a user's model, on tensors without values: no reason to end a run
         log_once(f"Throughput: no FLOPs and no MFU of {type(model).__name__}: {type(error).__name__}: {error}")
         return None
+
+
+_COUNTED: dict[Any, ModelFlops] = {}
+"""By class, config and what is frozen: a process may train the same model several times."""
+
+
+def _key(model: Any) -> Any:
+    config, adapters = getattr(model, "config", None), getattr(model, "peft_config", None)
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return type(model).__name__, str(config), str(adapters), frozen
 
 
 def _peak_of(device: torch.device) -> float | None:
