@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks._measure import Document, describe_machine
+from benchmarks._measure import describe_machine
+from benchmarks._page import DOCS
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.callbacks import Health, RichStepBar, Throughput
 
@@ -98,11 +99,8 @@ def run(console: Console, folder: str, path: str | None) -> None:
 
 
 def main() -> None:
-    """Print the recording; ``--write`` writes docs/recordings.md and docs/recordings.svg."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    document = Document("recordings.md")
-    document.add_flag(parser)
-    arguments = parser.parse_args()
+    """Entry point of ``python -m benchmarks.recordings``: write docs/recordings.md and docs/images/bar.svg."""
+    argparse.ArgumentParser(prog="python -m benchmarks.recordings", description=__doc__).parse_args()
     table, logger = Table(), logging.getLogger("lightning_automodel")
     logger.addHandler(table)
     consoles = [Console(record=True, width=WIDTH, file=open("/dev/null", "w")) for _ in range(2)]  # noqa: SIM115
@@ -110,15 +108,13 @@ def main() -> None:
         run(consoles[0], folder, None)
         started = table.text
         run(consoles[1], folder, str(Path(folder) / "step=6.ckpt"))
-    if arguments.write:
-        consoles[0].save_svg(str(document.path.with_suffix(".svg")), title="RichStepBar", clear=False)
-    document.add(["# What a run shows", "", f"{describe_machine()}; python -m benchmarks.recordings --write", ""])
-    document.add(["The table at the start:", "", "```text", *started.splitlines(), "```", ""])
-    document.add(["The bar after every fourth step ([as a picture](recordings.svg)):", ""])
-    document.add(["```text", *_lines(consoles[0]), "```", ""])
-    document.add(["Of a run that goes on from step 6, in the middle of the first epoch:", ""])
-    document.add(["```text", *_lines(consoles[1]), "```"])
-    document.finish(arguments.write)
+    consoles[0].save_svg(str(DOCS / "images" / "bar.svg"), title="RichStepBar", clear=False)
+    lines = ["# Recordings", "", f"{describe_machine()}; `python -m benchmarks.recordings`", ""]
+    lines += ["The table at the start:", "", "```text", *started.splitlines(), "```", ""]
+    lines += ["The bar after every fourth step ([as a picture](images/bar.svg)):", ""]
+    lines += ["```text", *_lines(consoles[0]), "```", ""]
+    lines += ["Of a run that goes on from step 6, in the middle of the first epoch:", ""]
+    (DOCS / "recordings.md").write_text("\n".join([*lines, "```text", *_lines(consoles[1]), "```", ""]))
 
 
 def _lines(console: Console) -> list[str]:
