@@ -1,11 +1,13 @@
 """The bar counts optimizer steps of the whole run, with accumulation and after a resume within an epoch."""
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import rich
 from lightning.pytorch.callbacks import Callback
 
 from lightning_automodel.callbacks import Health, RichStepBar, Throughput, TQDMStepBar, step_bar
@@ -36,6 +38,13 @@ def show(kind: str, **arguments: Any) -> Look:
     callbacks = [Throughput(peak=1e9), Health(), bar, look, *arguments.pop("callbacks", [])]
     train("auto", 1, callbacks, accumulate_grad_batches=2, enable_progress_bar=True, **arguments)
     return look
+
+
+@pytest.fixture(autouse=True)
+def _own_console() -> Iterator[None]:
+    """Lightning changes the console of the process, on which others print."""
+    yield
+    rich.reconfigure()
 
 
 @pytest.mark.parametrize("kind", BARS)
