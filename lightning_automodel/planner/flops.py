@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.fake import fake_device, packet_of
-from lightning_automodel._compat.tensors import TorchDispatchMode
+from lightning_automodel._compat.fake import fake_device
+from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
 from lightning_automodel._compat.transformers import use_kernels_with_formulas
 from lightning_automodel.modules.structure import find_blocks, text_config
+from lightning_automodel.planner.formulas import formula_of
 from lightning_automodel.planner.layers import MOST_KINDS, Kinds, cut_model, kinds_of
 
 _LENGTHS = (32, 64, 96)
@@ -175,11 +175,10 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = packet_of(func)
-        if packet in flop_registry:
-            first = str(packet).rpartition(".")[2] in _ADDS
+        if (formula := formula_of(func)) is not None:
+            first = name_of_operation(func).rpartition("::")[2] in _ADDS
             factors = [x for x in args[first:][:2] if isinstance(x, Tensor)]
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            flops = formula(*args, **(kwargs or {}), out_val=out)
             self._counts[self._place] += flops * (1 + sum(x.requires_grad for x in factors))
         return out
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
-from lightning_automodel._compat.fake import group_of, is_wrapper, key_of, packet_of
+from lightning_automodel._compat.fake import group_of, is_wrapper, key_of
 from lightning_automodel._compat.fake_cuda import ASKS_DEVICE
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
 from lightning_automodel.gradients import to_local_if_dtensor
+from lightning_automodel.planner.formulas import formula_of
 
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = "parameters", "gradients", "optimizer", "gathered parameters"
 ACTIVATIONS, LOSS, TEMPORARIES = "activations", "head and loss", "temporaries"
@@ -200,9 +200,8 @@ class Watch(TorchDispatchMode):
     def _work(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         if any(isinstance(x, Tensor) and x.is_meta for x in args):
             return
-        packet = packet_of(func)
-        if packet in flop_registry:
-            self.result.flops[self._phase] += self._times * flop_registry[packet](*args, **kwargs, out_val=out)
+        if (formula := formula_of(func)) is not None:
+            self.result.flops[self._phase] += self._times * formula(*args, **kwargs, out_val=out)
         elif not func.is_view and not _MOVES_NOTHING.search(name_of_operation(func)):
             moved = [
                 x for x in tree_leaves((args, out)) if isinstance(x, Tensor) and x.device.type == self._device_type

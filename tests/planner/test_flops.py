@@ -8,8 +8,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_automodel import FSDP2Config
+from lightning_automodel.mesh import resolve_sizes
+from lightning_automodel.planner import Run, plan
+from lightning_automodel.planner.estimate import model_flops
 from lightning_automodel.planner.flops import ModelFlops, count_model, find_model, whole_twin, windows_of
-from tests.support.families import tiny_model
+from lightning_automodel.planner.plan import build
+from tests.support.families import tiny_config, tiny_model
 from tests.support.marks import with_long
 
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "qwen3", "gpt2", "mixtral", "gpt_oss", "qwen3_moe", "olmo2", "phi3")
@@ -57,6 +62,14 @@ def test_layers_with_windows_and_documents() -> None:
     packed = flops.of_documents([8, 40])
     pairs = {None: 8**2 + 40**2, 16: 8**2 + 40 * 16}
     assert packed == flops.of(48, pairs) < flops.of_documents([48])
+
+
+@pytest.mark.parametrize("family", with_long(["mixtral", "llama"], "llama"))
+def test_a_plan_counts_the_same(family: str) -> None:
+    """Experts run as grouped products there, for which torch has no formula."""
+    config = tiny_config(family, num_hidden_layers=2, sliding_window=None)
+    run = Run(sizes=resolve_sizes(1), config=FSDP2Config(), sequence_length=64)
+    assert model_flops(plan(config, run).watched) == count_model(build(config)).of_documents([64])
 
 
 @pytest.mark.parametrize("targets", with_long(["all-linear", ["v_proj"]], ["v_proj"]))

@@ -1,0 +1,23 @@
+"""Knows how many floating-point operations a product needs: torch's formulas, and one that torch lacks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lightning_automodel._compat.fake import packet_of
+from lightning_automodel._compat.tensors import GROUPED_MM
+
+
+def formula_of(operation: Any) -> Callable[..., int] | None:
+    """Return what counts the operations of ``operation`` from its arguments and ``out_val``; ``None``: it has none."""
+    if operation is GROUPED_MM:
+        return _grouped
+    return flop_registry.get(packet_of(operation))
+
+
+def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Count a product of several matrices; where one has two dims, groups are parts of a dim of it."""
+    groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
