@@ -24,6 +24,7 @@ from lightning_automodel.checkpointing.conversion import consolidate, export
 from lightning_automodel.command.evaluation import evaluate
 from lightning_automodel.command.inputs import refuse_missing
 from lightning_automodel.command.interruption import GoOnCommand
+from lightning_automodel.command.leaving import wait_for_others
 from lightning_automodel.command.mistakes import describe_mistake, proposal, squeezed
 from lightning_automodel.command.predictions import PredictingTrainer
 from lightning_automodel.command.quiet import be_quiet
@@ -208,6 +209,7 @@ def _end(message: str) -> NoReturn:
     """Ends this process with one line, which one process per node writes."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(f"lightning-automodel: error: {message}\n")
+    wait_for_others()
     sys.exit(1)
 
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tests.examples.conftest import ROOT
-from tests.support.documents import Block, blocks, command_lines, unbound
+from tests.support.documents import ROOT, Block, blocks, command_lines, unbound
 
 READ_AS = {
     "path/or/name": "build/quickstart/export",
@@ -32,6 +31,7 @@ READ_AS = {
     "held_out/*.jsonl": "build/quickstart/text/ast.py",
     "devices=8": "devices=2",
     "tp=4": "tp=2",
+    "tp=8": "tp=2",
     "accelerator=gpu": "accelerator=cpu",
     "max_epochs=1": "max_steps=2",
 }
