@@ -65,7 +65,7 @@ def write_plan(folder: Path, name: str) -> Path:
 def shoot(page: Path, name: str, height: int) -> None:
     """Writes a picture of a desktop, and one of a phone in the dark."""
     IMAGES.mkdir(exist_ok=True)
-    for file, width, tall, dark in ((f"{name}.png", DESKTOP, height, False), (f"{name}-phone.png", PHONE, 844, True)):
+    for file, width, tall, dark in ((f"{name}.png", DESKTOP, height, False), (f"{name}-phone.png", PHONE, 1400, True)):
         browser.shoot(f"file://{page.resolve()}", IMAGES / file, width, tall, dark)
         shrink(IMAGES / file)
 

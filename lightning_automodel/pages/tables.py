@@ -1,4 +1,4 @@
-"""Tables that a reader sorts by a click on a heading, or by the page's address: ``#sort=NAME:COLUMN:down``."""
+"""Tables that a reader sorts by a click on a heading, or by the page's address: ``#sort=TABLE:HEADING:down``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -16,8 +16,9 @@ from lightning_automodel.planner.watch import PHASES, ROLES
 GIB = 2**30
 _MOST_NODES = 6
 _COLOURS = 8
-_LAYOUT = ("tp", "cp", "dp_shard", "dp_replicate", "sequence", "checkpointing", "rows")
-_NUMBERS = frozenset(("#", "tp", "cp", "dp_shard", "dp_replicate", "rows", "tokens/s", "MFU", "s/step", "GiB"))
+_SIZES = ("tp", "cp", "dp_shard", "dp_replicate")
+_LAYOUT = (*_SIZES, "sequence", "checkpointing", "rows")
+_NUMBERS = frozenset(("#", *_SIZES, "rows", "tokens/s", "MFU", "s/step", "GiB"))
 
 Row = Sequence[Cell | str]
 
@@ -245,7 +246,9 @@ def _search(fitting: Sequence[Plan], others: Sequence[Rejected]) -> Table:
         rows.append(["", *_layout(one.run), "", "", "", "", one.reason])
     quiet = frozenset(range(len(fitting), len(rows)))
     columns = ["#", *_LAYOUT, "tokens/s", "MFU", "s/step", "GiB", "why it falls out"]
-    return Table("search", columns, rows, _NUMBERS, quiet)
+    unused = {i for i, name in enumerate(columns) if name in _SIZES and all(row[i] == Cell("1", 1) for row in rows)}
+    kept = [i for i in range(len(columns)) if i not in unused]
+    return Table("search", [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], _NUMBERS, quiet)
 
 
 def _layout(run: Run) -> list[Cell | str]:

@@ -83,7 +83,7 @@ def test_the_script_sorts(tmp_path: Path) -> None:
     """By the page's address, as a click on a heading leaves it; what has no number comes last both ways."""
     file = tmp_path / "page.html"
     save(str(file), page_of(NUMBERS))
-    for address, names in (("", "bac"), ("#sort=numbers:1:up", "cba"), ("#sort=numbers:1:down", "bca")):
+    for address, names in (("", "bac"), ("#sort=numbers:size:up", "cba"), ("#sort=numbers:size:down", "bca")):
         rows = Page(browser.dump(f"file://{file}{address}")).rows["numbers"]
         assert "".join(row[0] for row in rows) == names, address
     clicks = "<script>document.querySelectorAll('#numbers th')[1].click()</script></body>"

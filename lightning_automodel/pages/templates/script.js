@@ -1,6 +1,6 @@
 "use strict";
 
-// A click on a heading sorts a table: down first where it holds numbers. #sort=NAME:COLUMN:up does the same.
+// A click on a heading sorts a table: down first where it holds numbers. #sort=TABLE:HEADING:up does the same.
 function sortTable(table, column, down) {
   const key = row => {
     const cell = row.cells[column];
@@ -25,13 +25,16 @@ for (const table of document.querySelectorAll("table")) {
     const before = cell.getAttribute("aria-sort");
     const down = before ? before === "ascending" : cell.classList.contains("number");
     sortTable(table, i, down);
-    history.replaceState(null, "", `#sort=${table.id}:${i}:${down ? "down" : "up"}`);
+    const name = encodeURIComponent(cell.textContent.trim());
+    history.replaceState(null, "", `#sort=${table.id}:${name}:${down ? "down" : "up"}`);
   }));
 }
 
-const wanted = location.hash.match(/^#sort=(\w+):(\d+):(up|down)$/);
-if (wanted && document.getElementById(wanted[1])?.tHead?.rows[0].cells[wanted[2]]) {
-  sortTable(document.getElementById(wanted[1]), Number(wanted[2]), wanted[3] === "down");
+const wanted = decodeURIComponent(location.hash).match(/^#sort=(\w+):(.+):(up|down)$/);
+if (wanted) {
+  const table = document.getElementById(wanted[1]);
+  const column = [...(table?.tHead?.rows[0].cells ?? [])].findIndex(cell => cell.textContent.trim() === wanted[2]);
+  if (column >= 0) sortTable(table, column, wanted[3] === "down");
 }
 
 // What a chart holds where the pointer is, below the chart.
