@@ -67,11 +67,10 @@ class Answer:
 
 
 def variants(run: Run) -> Iterator[tuple[str, Run]]:
-    """List what can be changed of a run on the same ranks, each with its name."""
+    """List what can be changed of a run on the same ranks, each with its name; not offload, which cannot be played."""
     switches: dict[str, Any] = {
         "activation_checkpointing": True,
         "chunked_loss": 1024,
-        "offload_policy": True,
         "reshard_after_forward": True,
     }
     if run.sizes.tp > 1:
@@ -104,8 +103,8 @@ def answer(question: Question) -> Answer:
     for name, run in variants(question.run):
         try:
             found = plan(question.config, run, question.hardware)
-        except ValueError:
-            continue  # the model, or another switch, does not allow it
+        except Exception:  # the model or another switch does not allow it, or it cannot be played
+            continue
         if found.peak < base.peak:
             levers.append(Lever(name, found.peak, _tokens_per_second(found) / _tokens_per_second(base)))
     return Answer(base.phase, dict(base.watched.peaks[base.phase]), sorted(levers, key=lambda lever: lever.peak))

@@ -38,6 +38,7 @@ def compare_norms() -> list[list[float]]:
     return [*found, norms({"dp_shard": 2}, 2)]
 
 
+@pytest.mark.long
 def test_the_norm_of_the_gradients(pool2: Pool) -> None:
     split, clipped, replicated, sharded = pool2.run(compare_norms, trainer=True, timeout=110)[0]
     one = norms("auto", 1)

@@ -72,7 +72,7 @@ QUESTION = Question(
 
 def test_the_levers_of_a_run() -> None:
     names = [name for name, _ in variants(QUESTION.run)]
-    assert names[:3] == ["activation_checkpointing=True", "chunked_loss=1024", "offload_policy=True"]
+    assert names[:3] == ["activation_checkpointing=True", "chunked_loss=1024", "reshard_after_forward=True"]
     assert "sequence_parallel=True" in names
     assert "batch_size=1, accumulate_grad_batches=2" in names
     assert "tp=4" in names

@@ -15,6 +15,7 @@ from lightning_automodel.planner.flops import count_model, whole_twin
 from lightning_automodel.planner.hardware import HARDWARE, hardware_of
 from lightning_automodel.testing.pool import Pool
 from tests.callbacks.support import GLOBAL_BATCH, ROWS, lengths, logged, saver, train
+from tests.support.marks import with_long
 from tests.support.training import tiny_llama
 
 PEAK = 1e9
@@ -28,7 +29,7 @@ def speeds(sizes: dict[str, Any], data_size: int, accumulate: int) -> dict[str, 
     return {"total": (callback.tokens, callback.samples), **series}
 
 
-@pytest.mark.parametrize(("sizes", "data_size"), [({"tp": 2}, 1), ({"dp_shard": 2}, 2)])
+@pytest.mark.parametrize(("sizes", "data_size"), with_long([({"tp": 2}, 1), ({"dp_shard": 2}, 2)], ({"tp": 2}, 1)))
 def test_tokens_count_once(pool2: Pool, sizes: dict[str, int], data_size: int) -> None:
     steps = 4  # two micro-batches each, of two epochs
     every = lengths()
@@ -102,6 +103,7 @@ def sampled() -> list[float]:
     return logged(memory, "seconds_waiting")
 
 
+@pytest.mark.long
 def test_a_sampled_step_says_what_it_waited(pool2: Pool) -> None:
     found = pool2.run(sampled, trainer=True, timeout=110)[0]
     assert len(found) == 3  # from the second step on
