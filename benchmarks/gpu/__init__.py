@@ -1,0 +1,1 @@
+"""A ladder of memory and speed on one CUDA device: `python -m benchmarks.gpu`."""

@@ -1,0 +1,166 @@
+"""What the ladder on one device measures: models by their published sizes, and cumulative steps."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+MODELS: dict[str, dict[str, Any]] = {  # the sizes of each model's config.json on the hub
+    "Llama-3.2-1B": dict(
+        model_type="llama",
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=128_256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    "Llama-3.1-8B": dict(
+        model_type="llama",
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    ),
+    "Qwen3-8B": dict(
+        model_type="qwen3",
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=False,
+    ),
+    "Qwen3-30B-A3B": dict(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151_936,
+        tie_word_embeddings=False,
+    ),
+}
+SMALLEST = dict(  # what --smoke puts in their place
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    vocab_size=128,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        model: of :data:`MODELS`.
+        name: what this row adds to the one above it.
+        length: tokens of a row.
+        rows: of a batch.
+        lora: adapters of rank 16 on all linear layers train, beside a frozen base.
+        fields: of ``FSDP2Config``, all that hold.
+        experts: transformers' ``experts_implementation``.
+        by_hand: a loop of plain PyTorch and transformers.
+        target: tokens per second on one H200.
+    """
+
+    model: str
+    name: str
+    length: int
+    rows: int = 1
+    lora: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+    experts: str | None = None
+    by_hand: bool = False
+    target: int | None = None
+
+    def config(self, smoke: bool) -> PreTrainedConfig:
+        """Build the config of the model."""
+        sizes = dict(MODELS[self.model])
+        if smoke:
+            sizes |= {name: value for name, value in SMALLEST.items() if name in sizes}
+        return AutoConfig.for_model(**sizes, max_position_embeddings=2 * self.length, use_cache=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Spell the row for another process."""
+        return asdict(self)
+
+
+CHUNKED = {"chunked_loss": 1024}
+COMPILED = {**CHUNKED, "enable_compile": True}
+FULL = {"activation_checkpointing": "full"}
+FLOAT8 = {**COMPILED, "float8": "tensorwise"}
+
+
+def ladder(model: str, length: int, lora: bool, targets: dict[str, int]) -> list[Row]:
+    """Rows that add a lever each."""
+    steps: list[tuple[str, dict[str, Any], bool]] = [
+        ("a loop by hand, checkpointed", {}, True),
+        ("Trainer, checkpointed", FULL, False),
+        ("+ chunked loss", {**FULL, **CHUNKED}, False),
+        ("+ compiled blocks", {**FULL, **COMPILED}, False),
+        ("+ selective checkpointing", {**COMPILED, "activation_checkpointing": "selective"}, False),
+        ("+ float8", {**FLOAT8, "activation_checkpointing": "selective"}, False),
+    ]
+    return [
+        Row(model=model, name=name, length=length, lora=lora, fields=fields, by_hand=hand, target=targets.get(name))
+        for name, fields, hand in steps
+        if not (lora and "float8" in fields)
+    ]
+
+
+ROWS: list[Row] = [
+    *ladder("Llama-3.1-8B", 4096, True, {"+ selective checkpointing": 14_000}),
+    *ladder("Llama-3.1-8B", 8192, False, {"+ compiled blocks": 8500, "+ float8": 10_900}),
+    Row(
+        model="Llama-3.1-8B",
+        name="compiled, chunked loss, checkpointed",
+        length=4096,
+        rows=2,
+        fields={**FULL, **COMPILED},
+        target=9600,
+    ),
+    Row(
+        model="Llama-3.1-8B",
+        name="compiled, Liger's loss, checkpointed",
+        length=8192,
+        fields={**FULL, "enable_compile": True, "loss_kernel": "liger"},
+    ),
+    Row(model="Llama-3.2-1B", name="compiled, chunked loss", length=4096, rows=2, fields=COMPILED),
+    Row(
+        model="Qwen3-8B", name="compiled, chunked loss, checkpointed", length=4096, rows=2, fields={**FULL, **COMPILED}
+    ),
+    *(
+        Row(
+            model="Qwen3-30B-A3B",
+            name=f"chunked loss, checkpointed, experts {experts}",
+            length=4096,
+            lora=True,
+            fields={**FULL, **CHUNKED},
+            experts=experts,
+        )
+        for experts in ("grouped_mm", "batched_mm", "eager")
+    ),
+]
