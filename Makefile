@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-smoke quickstart first-hour clean
+.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-gpu bench-smoke quickstart first-hour clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,10 @@ bench: $(STAMP) ## run all benchmarks and write their pages, or only some: BENCH
 
 bench-smoke: $(STAMP) ## run every benchmark in its smallest form: none rots
 	$(BIN)/python -m benchmarks --all --smoke
+	$(BIN)/python -m benchmarks.gpu --smoke
+
+bench-gpu: $(STAMP) ## the ladder of memory and speed on one CUDA device, and its page
+	$(BIN)/python -m benchmarks.gpu --write
 
 quickstart: $(STAMP) ## train a tiny model on two processes of this machine
 	$(BIN)/python -m examples.quickstart
