@@ -147,7 +147,9 @@ class SharedHooks(SavingStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return process_dataloader(dataloader, self._trainer, self.data_rank, self.data_size, self.data_group)
+        # Before a run, only the length of a loader is asked for (estimated_stepping_batches).
+        group = None if self._device_mesh is None else self.data_group
+        return process_dataloader(dataloader, self._trainer, self.data_rank, self.data_size, group)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -215,8 +217,13 @@ class SharedHooks(SavingStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduces over the data ranks unless ``group`` says otherwise; what is not a tensor stays as it is."""
-        return metrics.reduce(tensor, group or self.data_group, reduce_op) if isinstance(tensor, Tensor) else tensor
+        """Reduces over the data ranks unless ``group`` says otherwise; what is not a tensor stays as it is.
+
+        Before the processes have met, a tensor stays as it is too, as with Lightning's strategies.
+        """
+        if not isinstance(tensor, Tensor) or (group is None and self._device_mesh is None):
+            return tensor
+        return metrics.reduce(tensor, group or self.data_group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -59,13 +59,13 @@ class OnMesh(LaunchedStrategy):
 
     @property
     def data_size(self) -> int:
-        """Count the ranks that see different samples."""
-        return axis(self.device_mesh, DP).size()
+        """Count the ranks that see different samples, also before the processes have met."""
+        return self.sizes.dp_replicate * self.sizes.dp_shard
 
     @property
     def data_rank(self) -> int:
-        """Return the number of the share of the samples that this rank sees."""
-        return axis(self.device_mesh, DP).get_local_rank()
+        """Return the number of the share of the samples that this rank sees, also before the processes have met."""
+        return self.global_rank // (self.sizes.cp * self.sizes.tp)
 
     @property
     def data_group(self) -> ProcessGroup:

@@ -74,6 +74,16 @@ def test_a_connected_module_is_saved_without_a_run(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+def test_steps_are_estimated_before_a_run(name: str) -> None:
+    """A schedule is often built from them, outside of ``fit``."""
+    trainer = make_trainer(STRATEGIES[name](), max_epochs=2, accumulate_grad_batches=2)
+    module = Layer()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, train_dataloaders=torch.utils.data.DataLoader(torch.ones(6, 4)))
+    assert trainer.estimated_stepping_batches == 6
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_trainer_can_be_copied(name: str) -> None:
     copied = copy.deepcopy(make_trainer(STRATEGIES[name]()))
     assert isinstance(copied.strategy, STRATEGIES[name])

@@ -170,7 +170,9 @@ def share_of_sampler(
     return sampler
 
 
-def process_dataloader(loader: object, trainer: "pl.Trainer", rank: int, size: int, group: ProcessGroup) -> object:
+def process_dataloader(
+    loader: object, trainer: "pl.Trainer", rank: int, size: int, group: ProcessGroup | None
+) -> object:
     """Checks and completes a loader, after samplers are in place. Collective over ``group`` in evaluation.
 
     Args:
@@ -178,7 +180,7 @@ def process_dataloader(loader: object, trainer: "pl.Trainer", rank: int, size: i
         trainer: in the stage that the loader is for.
         rank: of this process among the data ranks.
         size: number of data ranks.
-        group: the data ranks.
+        group: the data ranks; ``None`` before they have met.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -187,7 +189,7 @@ def process_dataloader(loader: object, trainer: "pl.Trainer", rank: int, size: i
         return loader
     if uses_distributed_sampler(trainer) and has_iterable_dataset(loader) and not divides_itself(loader.dataset):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
-    return loader if trainer.training else _without_length_if_empty(loader, group)
+    return loader if trainer.training or group is None else _without_length_if_empty(loader, group)
 
 
 def share_of_loader(loader: DataLoader, rank: int, size: int, drop_last: bool, seen: int = 0) -> DataLoader:
