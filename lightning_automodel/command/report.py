@@ -176,8 +176,7 @@ def _differences(runs: Sequence[LoggedRun]) -> Table | None:
 class _Plain(yaml.SafeLoader):
     """Reads tags of Python's objects, which Lightning writes into hparams.yaml, as nothing."""
 
-
-_Plain.add_multi_constructor("", lambda loader, suffix, node: f"!{suffix}")
+    yaml_multi_constructors = {"": lambda loader, suffix, node: f"!{suffix}"}  # noqa: RUF012 - as yaml has it
 
 
 def _flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

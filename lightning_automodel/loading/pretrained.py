@@ -112,13 +112,17 @@ class _ShardedLoading:
         self.ties[model] = tie_groups(_tie(model))
         asked = {name: p.dtype for name, p in model.named_parameters() if not is_kept_in_float32(model, name)}
         self.parallelize(model)
-        self.asked[model] = _stored_wider(model, asked, widest_float(files) if files else torch.float64.itemsize)
         home = home_of(model, self.device)
         is_quantized = getattr(model, "is_quantized", False)  # checkpoints do not say all of four-bit weights
         if self.is_restored is not None and not is_quantized and self.is_restored(model):
             reserve(model, home)
             return empty_loading_info(), None
-        read = partial(original, model, state_dict, files, replace(load_config, device_map={"": home}), *args)
+        settings = replace(load_config, device_map={"": home})
+
+        def read() -> Any:
+            self.asked[model] = _stored_wider(model, asked, widest_float(files) if files else torch.float64.itemsize)
+            return original(model, state_dict, files, settings, *args)
+
         if self.replicas is not None and self.replicas.rank() != 0:
             return self._receive(model, home, self.replicas)
         _warn_of_pickles(files)
