@@ -54,6 +54,7 @@ def check(pool: Pool, cases: dict[str, Case]) -> None:
             assert largest[0] <= BOUND, (name, largest)
 
 
+@pytest.mark.long
 def test_switches_are_exact(pool4: Pool) -> None:
     check(pool4, QUICK)
 

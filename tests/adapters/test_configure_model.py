@@ -258,6 +258,7 @@ def check_methods(layout: str, directory: Path, adapters: Path, pool: Pool) -> N
             assert largest_error[0] <= BOUND, (method, largest_error)
 
 
+@pytest.mark.long
 def test_what_begins_from_the_weights_and_what_is_added(directory: Path, tmp_path: Path, pool4: Pool) -> None:
     check_methods("fsdp2-dp2-tp2", directory, tmp_path, pool4)
 

@@ -30,6 +30,7 @@ LAYOUTS: list[dict[str, Any]] = [
 KILLS_PER_CHAIN = 5
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 + 20 * MOMENTS)
 def test_kills_at_random_moments(pool2: Pool, tmp_path: Path) -> None:
     generator = random.Random(SEED)

@@ -151,6 +151,7 @@ def wan_in_bfloat16() -> tuple[float, set[str], list[int]]:
     return loss.item(), kept, [module.heads for module in model.modules() if hasattr(module, "heads")]
 
 
+@pytest.mark.long
 def test_data_parallelism_and_dtypes(pool4: Pool) -> None:
     for found in pool4.run(errors, ["wan"], 4):
         assert found["wan"][0] <= BOUND

@@ -76,6 +76,7 @@ def fit_precision(ours: bool, precision: str, **fields: Any) -> dict[str, Any]:
     return {"losses": module.losses, "parameters": parameters}
 
 
+@pytest.mark.long
 def test_precision_is_that_of_fsdp2(pool2: Pool) -> None:
     """With gradients reduced in float32, main weights in float32 and compute in bfloat16: to the last digit."""
     cases: dict[str, dict[str, Any]] = {"bf16-mixed": {"grad_reduce_in_fp32": True}, "bf16-true": {}}
@@ -184,6 +185,7 @@ def fit_compiled(compiled: bool, stage: int, tp: int = 1, **fields: Any) -> tupl
     return module.losses, graphs.frame_count
 
 
+@pytest.mark.long
 def test_compiled_blocks(pool2: Pool) -> None:
     for stage, tp, mode in ((1, 1, False), (3, 1, "full"), (3, 2, False)):
         fields = {"activation_checkpointing": mode, "trainer": True}

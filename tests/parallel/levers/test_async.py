@@ -41,6 +41,7 @@ def fused() -> tuple[float, str, Counter[str]]:
     return (*compare(build, {"tp": 2}, 2, schedule, make_parallel=with_fallbacks).largest, calls)
 
 
+@pytest.mark.long
 def test_what_is_fused_and_its_numbers(pool2: Pool) -> None:
     # The gradients of q, k, v (gate, up) are summed before they are scattered: no single matmul feeds that.
     forward, backward = {"gather for 3": 1, "gather for 2": 1, "scatter": 2}, {"gather for 1": 2}

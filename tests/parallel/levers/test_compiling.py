@@ -110,6 +110,7 @@ def test_a_copy_has_its_own_weights() -> None:
     assert not torch.equal(model(input_ids=token_ids()).logits, before)
 
 
+@pytest.mark.long
 def test_the_default_backend_and_the_function_of_other_tools() -> None:
     model: Any = tiny_model("llama", attention="sdpa", num_hidden_layers=1).train()
     plain = gradients(copy.deepcopy(model), token_ids())

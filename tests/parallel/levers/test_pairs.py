@@ -126,6 +126,7 @@ def attention_errors() -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.long
 def test_implementations_of_attention(pool2: Pool) -> None:
     for found in pool2.run(attention_errors, timeout=110):
         assert len(found) == 6
