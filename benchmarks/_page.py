@@ -102,7 +102,7 @@ def configuration() -> dict[str, Any]:
     return {
         "date": str(date.today()),
         "revision": revision.stdout.strip(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
         "python": platform.python_version(),
         "versions": versions,
     }
