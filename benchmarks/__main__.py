@@ -13,8 +13,8 @@ from benchmarks import _performance
 
 
 def names() -> list[str]:
-    """The modules of this folder, private ones left out."""
-    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+    """The modules of this folder; private ones, and folders in it, left out."""
+    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.ispkg)
     return sorted(name for name in found if not name.startswith("_"))
 
 

@@ -130,12 +130,3 @@ def tables_in(lines: Iterable[str]) -> list[Table]:
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def read_results(module: str) -> dict[str, Any] | None:
-    """Read what a benchmark measured last, ``tables`` as :class:`Table`; ``None``: it has not been written yet."""
-    path = RESULTS / f"{module}.json"
-    if not path.exists():
-        return None
-    found = json.loads(path.read_text())
-    return {**found, "tables": [Table(**table) for table in found["tables"]]}

@@ -37,6 +37,20 @@ class _StepBar(ProgressBar):
     def total_train_batches(self) -> int | float:
         return steps_in_all(self.trainer)
 
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        super().on_train_start(trainer, pl_module)
+        self._steps.start(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._steps.has_stepped(trainer):
+            if is_time_to_log(trainer):
+                self._read(trainer, pl_module)
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
+
     def get_metrics(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> dict[str, Any]:
         """Return what was shown last; of others that the module wants to see here, too."""
         return self._text
@@ -65,7 +79,6 @@ class TQDMStepBar(_StepBar, TQDMProgressBar):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         super().on_train_start(trainer, pl_module)
-        self._steps.start(trainer)
         total, bar = self.total_train_batches, self.train_progress_bar
         bar.total = total if math.isfinite(total) else None
         bar.initial = bar.n = trainer.global_step
@@ -74,15 +87,6 @@ class TQDMStepBar(_StepBar, TQDMProgressBar):
     @override
     def on_train_epoch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
         self.train_progress_bar.set_description(self._describe(trainer))
-
-    @override
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._steps.has_stepped(trainer):
-            if is_time_to_log(trainer):
-                self._read(trainer, pl_module)
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
 
 
 class RichStepBar(_StepBar, RichProgressBar):
@@ -99,7 +103,6 @@ class RichStepBar(_StepBar, RichProgressBar):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         super().on_train_start(trainer, pl_module)
-        self._steps.start(trainer)
         self.on_train_epoch_start(trainer, pl_module)  # a run that goes on within an epoch does not start one
 
     @override
@@ -112,15 +115,6 @@ class RichStepBar(_StepBar, RichProgressBar):
         self.progress.update(
             self.train_progress_bar_id, completed=trainer.global_step, description=self._describe(trainer)
         )
-
-    @override
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._steps.has_stepped(trainer):
-            if is_time_to_log(trainer):
-                self._read(trainer, pl_module)
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
 
 
 def step_bar() -> ProgressBar:

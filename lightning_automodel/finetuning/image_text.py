@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
 
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.pretrained import looked_up
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.sources import ChatRecord, expand, read_records
+from lightning_automodel.finetuning.splits import SplitDataModule
 
 Batch = dict[str, Tensor]
 
@@ -36,7 +35,7 @@ class ImageTextLM(CausalLM):
     known_configs = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-class ImageTextDataModule(L.LightningDataModule):
+class ImageTextDataModule(SplitDataModule):
     """Batches of chats with images, made by the model's own processor.
 
     Records are ``{"messages": [...]}`` of files as :class:`TextDataModule` reads them. The content of a message is
@@ -70,65 +69,29 @@ class ImageTextDataModule(L.LightningDataModule):
         pad_to_multiple_of: int = 1,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        for name, size in (("batch_size", batch_size), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+        files = {"train": train_files, "val": val_files, "test": test_files}
+        super().__init__(files, batch_size, pad_to_multiple_of, num_workers)
         self.processor = processor
-        self.files = {"train": train_files, "val": val_files, "test": test_files}
         self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.num_workers = num_workers
-        self.datasets: dict[str, _Chats] = {}
         self._loaded: Any = None
-
-    def setup(self, stage: str | None = None) -> None:
-        """Reads the records, and looks for their images."""
-        if stage == "fit" and self.files["train"] is None:
-            raise ValueError("ImageTextDataModule(train_files=None) cannot fit; give train_files")
-        for split, files in self.files.items():
-            if files is not None and split not in self.datasets:
-                self.datasets[split] = chats = _Chats(files)
-                images = sum(len(images_of(record.messages)) for record in chats.records)
-                log(f"{split}: {files} as chats, {len(chats)} documents, {images} images -> {len(chats)} rows")
-
-    def train_dataloader(self) -> DataLoader:
-        """Load rows in an order of seed and epoch alone."""
-        return self._loader("train", EpochShuffle(self.datasets["train"]))
-
-    def val_dataloader(self) -> Any:
-        """Load rows in order; no loader without files."""
-        return self._loader("val") if "val" in self.datasets else []
-
-    def test_dataloader(self) -> DataLoader:
-        """Load rows in order."""
-        return self._loader("test")
 
     @property
     def loaded_tokenizer(self) -> Any:
         """Return the processor, which exports hold beside the model; it is read on first use."""
         if self._loaded is None:
-            module: Any = getattr(self.trainer, "lightning_module", None)
-            name = self.processor or getattr(module, "model_name", None)
-            if name is None:
-                raise ValueError("ImageTextDataModule(processor=None) takes the module's `model_name`; give one")
+            name = self._name_of("processor")
             with looked_up(name):
                 self._loaded = AutoProcessor.from_pretrained(name)
         return self._loaded
 
-    def _loader(self, split: str, sampler: Any = None) -> DataLoader:
-        if split not in self.datasets:
-            raise ValueError(f"ImageTextDataModule({split}_files=None) has no {split} data; give {split}_files")
-        return ResumableLoader(
-            self.datasets[split],
-            batch_size=self.batch_size,
-            sampler=sampler,
-            collate_fn=ChatCollator(self.loaded_tokenizer, self.sequence_length, self.pad_to_multiple_of),
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+    def _read(self, split: str, files: str | list[str]) -> "_Chats":
+        chats = _Chats(files)
+        images = sum(len(images_of(record.messages)) for record in chats.records)
+        log(f"{split}: {files} as chats, {len(chats)} documents, {images} images -> {len(chats)} rows")
+        return chats
+
+    def _collator(self) -> "ChatCollator":
+        return ChatCollator(self.loaded_tokenizer, self.sequence_length, self.pad_to_multiple_of)
 
 
 class _Chats(Dataset[ChatRecord]):

@@ -10,26 +10,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import lightning as L
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
-from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.pretrained import looked_up, padding_of
 from lightning_automodel.finetuning.rows import Collator, join
 from lightning_automodel.finetuning.sources import PairRecord, Source, find_sources, make_pair
+from lightning_automodel.finetuning.splits import SplitDataModule
 
 Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-class PreferenceDataModule(L.LightningDataModule):
+class PreferenceDataModule(SplitDataModule):
     """Batches of preference pairs from files that :class:`TextDataModule` reads, too.
 
     Records are ``{"prompt": ..., "chosen": ..., "rejected": ...}``: all strings, or all lists of messages, for the chat
@@ -69,53 +66,20 @@ class PreferenceDataModule(L.LightningDataModule):
         append_eos: bool = True,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        for name, size in (("batch_size", batch_size), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+        files = {"train": train_files, "val": val_files, "test": test_files}
+        super().__init__(files, batch_size, pad_to_multiple_of, num_workers)
         self.tokenizer = tokenizer
-        self.files = {"train": train_files, "val": val_files, "test": test_files}
         self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.pad_to_multiple_of = pad_to_multiple_of
         self.columns = columns or {}
         self.chat_template = read_template(chat_template)
         self.append_eos = append_eos
-        self.num_workers = num_workers
-        self.datasets: dict[str, PairDataset] = {}
         self._loaded: PreTrainedTokenizerBase | None = None
-
-    def setup(self, stage: str | None = None) -> None:
-        """Reads and encodes the pairs."""
-        if stage == "fit" and self.files["train"] is None:
-            raise ValueError("PreferenceDataModule(train_files=None) cannot fit; give train_files")
-        for split, files in self.files.items():
-            if files is not None and split not in self.datasets:
-                encoder = Encoder(self.loaded_tokenizer, append_eos=self.append_eos, chat_template=self.chat_template)
-                pairs = PairDataset(find_sources(files), encoder, self.columns, self.sequence_length)
-                self.datasets[split] = pairs
-                log(f"{split}: {files} -> {len(pairs):,} preference pairs, {pairs.tokens:,} tokens")
-
-    def train_dataloader(self) -> DataLoader:
-        """Load pairs in an order of seed and epoch alone."""
-        return self._loader("train", EpochShuffle(self.datasets["train"]))
-
-    def val_dataloader(self) -> Any:
-        """Load pairs in order; no loader without files."""
-        return self._loader("val") if "val" in self.datasets else []
-
-    def test_dataloader(self) -> DataLoader:
-        """Load pairs in order."""
-        return self._loader("test")
 
     @property
     def loaded_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer, which is read on first use."""
         if self._loaded is None:
-            module: Any = getattr(self.trainer, "lightning_module", None)
-            name = self.tokenizer or getattr(module, "model_name", None)
-            if name is None:
-                raise ValueError("PreferenceDataModule(tokenizer=None) takes the module's `model_name`; give one")
+            name = self._name_of("tokenizer")
             with looked_up(name):
                 self._loaded = AutoTokenizer.from_pretrained(name)
         return self._loaded
@@ -130,18 +94,14 @@ class PreferenceDataModule(L.LightningDataModule):
         """Return the largest id that was read, or -1."""
         return max((pairs.largest_token for pairs in self.datasets.values()), default=-1)
 
-    def _loader(self, split: str, sampler: Any = None) -> DataLoader:
-        if split not in self.datasets:
-            raise ValueError(f"PreferenceDataModule({split}_files=None) has no {split} data; give {split}_files")
-        return ResumableLoader(
-            self.datasets[split],
-            batch_size=self.batch_size,
-            sampler=sampler,
-            collate_fn=PairCollator(Collator(self.pad_token_id, self.pad_to_multiple_of)),
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+    def _read(self, split: str, files: str | list[str]) -> "PairDataset":
+        encoder = Encoder(self.loaded_tokenizer, append_eos=self.append_eos, chat_template=self.chat_template)
+        pairs = PairDataset(find_sources(files), encoder, self.columns, self.sequence_length)
+        log(f"{split}: {files} -> {len(pairs):,} preference pairs, {pairs.tokens:,} tokens")
+        return pairs
+
+    def _collator(self) -> "PairCollator":
+        return PairCollator(Collator(self.pad_token_id, self.pad_to_multiple_of))
 
 
 class PairDataset(Dataset[Pair]):

@@ -36,59 +36,31 @@ class Hardware:
     latency: float = 15e-6
 
 
-_DEVICES = (
+_DATA_SHEETS = (
+    # name, TFLOP/s, MiB, and GB/s of the memory, inside a node, across nodes; US dollars
     # NVIDIA A100 80GB SXM data sheet, 2022: NVLink 3 has 600 GB/s both ways; DGX A100: 8 x 200 Gb/s.
-    Hardware(
-        name="a100",
-        flops=312 * TERA,
-        memory=81920 * MIB,
-        memory_bandwidth=2039 * GIGA,
-        inside=300 * GIGA,
-        across=25 * GIGA,
-        price=1.8,
-    ),
+    ("a100", 312, 81920, 2039, 300, 25, 1.8),
     # NVIDIA H100 SXM data sheet, 2023: 989 TFLOP/s without sparsity, NVLink 4 900 GB/s; DGX H100: 8 x 400 Gb/s.
-    Hardware(
-        name="h100",
-        flops=989.4 * TERA,
-        memory=81559 * MIB,
-        memory_bandwidth=3350 * GIGA,
-        inside=450 * GIGA,
-        across=50 * GIGA,
-        price=3.0,
-    ),
+    ("h100", 989.4, 81559, 3350, 450, 50, 3.0),
     # NVIDIA H200 SXM data sheet, 2024; DGX H200: 8 x 400 Gb/s.
-    Hardware(
-        name="h200",
-        flops=989.4 * TERA,
-        memory=143771 * MIB,
-        memory_bandwidth=4800 * GIGA,
-        inside=450 * GIGA,
-        across=50 * GIGA,
-        price=3.8,
-    ),
+    ("h200", 989.4, 143771, 4800, 450, 50, 3.8),
     # NVIDIA DGX B200 data sheet, 2024: 72 PFLOP/s in FP8 with sparsity over 8, a quarter of it dense bfloat16.
-    Hardware(
-        name="b200",
-        flops=2250 * TERA,
-        memory=183359 * MIB,
-        memory_bandwidth=8000 * GIGA,
-        inside=900 * GIGA,
-        across=50 * GIGA,
-        price=5.5,
-    ),
+    ("b200", 2250, 183359, 8000, 900, 50, 5.5),
     # NVIDIA L40S data sheet, 2023: 362 TFLOP/s without sparsity; no NVLink: PCIe 4.0 x16 has 32 GB/s in each direction.
-    Hardware(
-        name="l40s",
-        flops=362 * TERA,
-        memory=46068 * MIB,
-        memory_bandwidth=864 * GIGA,
-        inside=32 * GIGA,
-        across=12.5 * GIGA,
-        price=1.0,
-    ),
+    ("l40s", 362, 46068, 864, 32, 12.5, 1.0),
 )
-HARDWARE = {device.name: device for device in _DEVICES}
+HARDWARE = {
+    name: Hardware(
+        name=name,
+        flops=flops * TERA,
+        memory=memory * MIB,
+        memory_bandwidth=own * GIGA,
+        inside=inside * GIGA,
+        across=across * GIGA,
+        price=price,
+    )
+    for name, flops, memory, own, inside, across, price in _DATA_SHEETS
+}
 
 
 def find_hardware(name: str, price: float | None = None) -> Hardware:

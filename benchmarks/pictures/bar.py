@@ -99,8 +99,8 @@ def run(console: Console, folder: str, path: str | None) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m benchmarks.recordings``: write docs/recordings.md and docs/images/bar.svg."""
-    argparse.ArgumentParser(prog="python -m benchmarks.recordings", description=__doc__).parse_args()
+    """Entry point of ``python -m benchmarks.pictures.bar``: write docs/recordings.md and docs/images/bar.svg."""
+    argparse.ArgumentParser(prog="python -m benchmarks.pictures.bar", description=__doc__).parse_args()
     table, logger = Table(), logging.getLogger("lightning_automodel")
     logger.addHandler(table)
     consoles = [Console(record=True, width=WIDTH, file=open("/dev/null", "w")) for _ in range(2)]  # noqa: SIM115
@@ -109,7 +109,7 @@ def main() -> None:
         started = table.text
         run(consoles[1], folder, str(Path(folder) / "step=6.ckpt"))
     consoles[0].save_svg(str(DOCS / "images" / "bar.svg"), title="RichStepBar", clear=False)
-    lines = ["# Recordings", "", f"{describe_machine()}; `python -m benchmarks.recordings`", ""]
+    lines = ["# Recordings", "", f"{describe_machine()}; `python -m benchmarks.pictures.bar`", ""]
     lines += ["The table at the start:", "", "```text", *started.splitlines(), "```", ""]
     lines += ["The bar after every fourth step ([as a picture](images/bar.svg)):", ""]
     lines += ["```text", *_lines(consoles[0]), "```", ""]

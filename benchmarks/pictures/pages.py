@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from lightning_automodel.cli import main as command
 from tests.support import browser
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLOURS = 256
 DESKTOP, PHONE = 1280, 390
 LLAMA_8B = dict(
@@ -36,8 +36,8 @@ PLANS: dict[str, tuple[dict[str, Any], list[str], int]] = {
 
 
 def main() -> None:
-    """Entry point of ``python -m benchmarks.screenshots``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.screenshots", description=__doc__)
+    """Entry point of ``python -m benchmarks.pictures.pages``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures.pages", description=__doc__)
     parser.add_argument("--runs", default="build/quickstart/logs", help="log directories of the report's picture")
     parser.add_argument("--only", choices=(*PLANS, "report"), help="one of the pages")
     arguments = parser.parse_args()

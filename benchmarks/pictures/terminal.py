@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks._measure import describe_machine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "terminal.md"
 RECORDINGS: dict[str, tuple[str, ...]] = {
     "The quickstart": ("python -m examples.quickstart",),
@@ -38,7 +38,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.terminal", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures.terminal", description=__doc__)
     parser.add_argument("--output", type=Path, default=DOCUMENT)
     parser.add_argument("--folder", type=Path, help="where the commands run; none: a new one, which goes afterwards")
     options = parser.parse_args()
@@ -48,7 +48,9 @@ def main() -> None:
             (folder / "examples").symlink_to(ROOT / "examples")
         (folder / "build").mkdir(exist_ok=True)
         (folder / "build" / "pairs.jsonl").write_text('{"text": "one"}\n{"prompt": ["two"], "completion": "three"}\n')
-        parts = [f"# Recordings of the terminal\n\nWritten by `python -m benchmarks.terminal` ({describe_machine()})."]
+        parts = [
+            f"# Recordings of the terminal\n\nWritten by `python -m benchmarks.pictures.terminal` ({describe_machine()})."
+        ]
         for title, commands in RECORDINGS.items():
             parts.append(f"## {title}\n\n{recorded(commands, folder)}")
             options.output.write_text("\n\n".join(parts) + "\n")
