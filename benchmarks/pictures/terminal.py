@@ -48,9 +48,8 @@ def main() -> None:
             (folder / "examples").symlink_to(ROOT / "examples")
         (folder / "build").mkdir(exist_ok=True)
         (folder / "build" / "pairs.jsonl").write_text('{"text": "one"}\n{"prompt": ["two"], "completion": "three"}\n')
-        parts = [
-            f"# Recordings of the terminal\n\nWritten by `python -m benchmarks.pictures.terminal` ({describe_machine()})."
-        ]
+        made = f"Written by `python -m benchmarks.pictures.terminal` ({describe_machine()})."
+        parts = [f"# Recordings of the terminal\n\n{made}"]
         for title, commands in RECORDINGS.items():
             parts.append(f"## {title}\n\n{recorded(commands, folder)}")
             options.output.write_text("\n\n".join(parts) + "\n")
