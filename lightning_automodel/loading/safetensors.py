@@ -20,10 +20,10 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from lightning_automodel.distributed.boxes import Span
 
-_SHORT = 1 << 10
-"""Bytes that lie together, below which a read of them costs more than a read of what lies between them."""
-_BLOCK = 1 << 22
-"""Bytes of rows that are read at once where a box's parts are short."""
+_NEAR = 1 << 14
+"""Bytes between two parts of a box, up to which reading them costs less than another call."""
+_BLOCK = 1 << 20
+"""Bytes of rows that are read at once where a box's parts are near; they stay in the processor's cache."""
 
 
 class SlicedFile:
@@ -106,7 +106,8 @@ class FileSlice:
         if sizes == self._shape:
             return self._mapped[...]
         last = max(dim for dim, size in enumerate(self._shape) if sizes[dim] < size)
-        if last > 0 and math.prod(sizes[last:]) * self._dtype.itemsize < _SHORT:
+        between = (self._shape[last] - sizes[last]) * math.prod(self._shape[last + 1 :]) * self._dtype.itemsize
+        if last > 0 and between <= _NEAR:
             return self._read_by_rows(spans, sizes)
         return self._read(spans, sizes, last)
 
@@ -123,15 +124,17 @@ class FileSlice:
         return result.view(self._dtype).view(sizes)
 
     def _read_by_rows(self, spans: list[Span], sizes: list[int]) -> Tensor:
+        """Reads whole rows, some at a time into the same memory, and copies out of them."""
         result = torch.empty(sizes, dtype=self._dtype)
-        others = [(0, size) for size in self._shape[1:]]
         box = tuple(slice(*span) for span in spans[1:])
         (first, stop), row = spans[0], math.prod(self._shape[1:]) * self._dtype.itemsize
-        count = max(1, _BLOCK // max(1, row))
+        count = min(max(1, _BLOCK // max(1, row)), max(1, stop - first))
+        block = torch.empty((count, *self._shape[1:]), dtype=self._dtype)
+        target = block.flatten().view(torch.uint8).numpy().data
         for begin in range(first, stop, count):
-            end = min(begin + count, stop)
-            rows = self._read([(begin, end), *others], [end - begin, *self._shape[1:]], last=0)
-            result[begin - first : end - first] = rows[(slice(None), *box)]
+            rows = min(count, stop - begin)
+            _read_into(self._bytes.fileno(), target[: rows * row], self._start + begin * row)
+            result[begin - first : begin - first + rows] = block[(slice(rows), *box)]
         return result
 
 

@@ -14,6 +14,7 @@ from lightning_automodel.loading.safetensors import SlicedFile
 
 TENSORS = {
     "matrix": torch.randn(300, 1100),
+    "wide": torch.randn(30, 9000),
     "experts": torch.randn(3, 40, 800).bfloat16(),
     "narrow": torch.arange(60_000).view(6000, 10),
     "flags": torch.rand(7, 5) > 0.5,
@@ -54,7 +55,8 @@ def test_boxes_are_those_of_the_tensor(file: SlicedFile, name: str) -> None:
     ("name", "box", "most"),
     [
         ("matrix", (slice(100, 200),), 1.0),
-        ("matrix", (slice(100, 200), slice(550, 1100)), 1.0),
+        ("matrix", (slice(100, 200), slice(550, 1100)), 2.0),  # parts of 2,200 bytes: whole rows, too
+        ("wide", (slice(10, 20), slice(0, 4000)), 1.0),
         ("experts", (slice(0, 3), slice(10, 20)), 1.0),
         ("narrow", (slice(0, 6000), slice(0, 5)), 2.0),  # parts of 40 bytes: whole rows are read
     ],
