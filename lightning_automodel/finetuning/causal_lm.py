@@ -163,7 +163,8 @@ class CausalLM(L.LightningModule):
     def _log_step(self, targets: Tensor, loss_sum: Tensor, optimizer: Optimizer) -> None:
         self._tokens_seen = self._tokens_seen + targets
         # Lightning reads what its own bars show after every batch, and waits for the device.
-        is_shown = not hasattr(self.trainer.progress_bar_callback, "reads_logged_metrics")
+        bar = self.trainer.progress_bar_callback
+        is_shown = bar is not None and not hasattr(bar, "reads_logged_metrics")
         self.log("train/loss", (loss_sum / targets.clamp(min=1)).float(), prog_bar=is_shown)
         self.log("train/tokens", self._tokens_seen.float())
         self.log("lr", optimizer.param_groups[0]["lr"], prog_bar=is_shown)

@@ -35,6 +35,7 @@ class OnMesh(LaunchedStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._device_mesh: DeviceMesh | None = None
+        self._groups: tuple[DeviceMesh, dict[str, ProcessGroup]] | None = None
         self._peers = Peers()
         self._draws = ModelDraws()
         super().__init__(*args, **kwargs)
@@ -70,22 +71,32 @@ class OnMesh(LaunchedStrategy):
     @property
     def data_group(self) -> ProcessGroup:
         """Return the ranks that hold different samples of a batch: what losses and metrics reduce over."""
-        return axis(self.device_mesh, DP).get_group()
+        return self._group(DP)
 
     @property
     def gradient_group(self) -> ProcessGroup:
         """Return the ranks over which gradients are averaged."""
-        return axis(self.device_mesh, DP_CP).get_group()
+        return self._group(DP_CP)
 
     @property
     def sample_group(self) -> ProcessGroup:
         """Return the ranks that see the same samples, and compute one model together."""
-        return axis(self.device_mesh, CP_TP).get_group()
+        return self._group(CP_TP)
 
     @property
     def tp_group(self) -> ProcessGroup:
         """Return the ranks that split each layer's matrices."""
-        return axis(self.device_mesh, TP).get_group()
+        return self._group(TP)
+
+    def _group(self, name: str) -> ProcessGroup:
+        """Look a group up, once for each mesh: torch makes a new mesh of the axis whenever it is asked, in 0.3 ms."""
+        mesh = self.device_mesh
+        if self._groups is None or self._groups[0] is not mesh:
+            self._groups = (mesh, {})
+        known = self._groups[1]
+        if name not in known:
+            known[name] = axis(mesh, name).get_group()
+        return known[name]
 
     @property
     def _trainer(self) -> "pl.Trainer":
