@@ -1,5 +1,6 @@
 """A process that imports the heavy packages once and forks the ranks of each call; started by `pool.Pool`."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -34,7 +35,6 @@ def main(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     for name in PRELOAD:
         importlib.import_module(name)
-    gc.freeze()  # else a rank's first garbage collection would copy the pages that all of them share
     control.send(b"ready")
     while True:
         message, pipes, _, _ = socket.recv_fds(control, MAX_MESSAGE, MAX_RANKS)
@@ -42,12 +42,21 @@ def main(descriptor: int) -> None:
             return
         request = pickle.loads(message)
         if isinstance(request, Call):
+            _import_what_it_names(request)
             reply = [_fork(request, rank, pipes, control) for rank in range(request.world_size)]
             for pipe in pipes:
                 os.close(pipe)
         else:
             reply = [os.waitpid(pid, 0)[1] for pid in request]
         control.send(pickle.dumps(reply))
+
+
+def _import_what_it_names(call: Call) -> None:
+    """Import the modules of a call once, for its ranks and all later ones."""
+    with contextlib.suppress(Exception):  # the ranks meet it again, and say it
+        pickle.loads(call.payload().read_bytes())
+    gc.collect()
+    gc.freeze()  # else a rank's first garbage collection would copy the pages that all of them share
 
 
 def _fork(call: Call, rank: int, pipes: list[int], control: socket.socket) -> int:
