@@ -8,6 +8,7 @@ import pickle
 import socket
 import sys
 import traceback
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 from lightning_automodel.testing.call import MAX_MESSAGE, MAX_RANKS, Call
@@ -17,6 +18,7 @@ PRELOAD = (
     "lightning.pytorch",
     "lightning_automodel",
     "pytest",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -24,6 +26,7 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
+PRELOAD_IF_INSTALLED = ("s3fs",)  # Lightning's ModelCheckpoint imports it wherever it writes
 
 
 def main(descriptor: int) -> None:
@@ -33,7 +36,7 @@ def main(descriptor: int) -> None:
     killed is answered with their wait statuses.
     """
     control = socket.socket(fileno=descriptor)
-    for name in PRELOAD:
+    for name in (*PRELOAD, *filter(find_spec, PRELOAD_IF_INSTALLED)):
         importlib.import_module(name)
     control.send(b"ready")
     while True:
