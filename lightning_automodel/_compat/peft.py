@@ -44,7 +44,7 @@ class _Imported(MetaPathFinder):
     """Calls ``act`` with the module when it has been imported for the first time."""
 
     def __init__(self, act: Any) -> None:
-        self._act = act
+        self.act = act
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODULE:
@@ -56,7 +56,7 @@ class _Imported(MetaPathFinder):
 
             def execute_and_act(module: ModuleType) -> None:
                 execute(module)
-                self._act(module)
+                self.act(module)
 
             spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
