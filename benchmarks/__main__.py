@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -13,9 +14,13 @@ from benchmarks import _performance
 
 
 def names() -> list[str]:
-    """The modules of this folder; private ones, and folders in it, left out."""
-    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.ispkg)
+    """What can be run of this folder: its modules, and folders with a ``__main__``; private ones are left out."""
+    found = (m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.ispkg or _runs(m.name))
     return sorted(name for name in found if not name.startswith("_"))
+
+
+def _runs(name: str) -> bool:
+    return importlib.util.find_spec(f"benchmarks.{name}.__main__") is not None
 
 
 def listing() -> str:

@@ -10,24 +10,17 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
+from benchmarks._by_torch import split_by_torch
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 
 WARM = 3
 VOCABULARY = 1024
-PLAN: dict[str, Any] = {
-    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-    "self_attn.o_proj": RowwiseParallel(),
-    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-    "mlp.down_proj": RowwiseParallel(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,21 +98,6 @@ def by_nemo(size: Size, folder: str) -> float:
 def gathered_loss(model: Any, ids: Tensor) -> Tensor:
     logits = model(input_ids=ids).logits.full_tensor()
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def split_by_torch(model: Any, tp: DeviceMesh, dp: DeviceMesh, compiled: bool) -> nn.Module:
-    """As torch's tutorials do: a style per projection, FSDP2 around blocks."""
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, tp, ends)
-    for layer in model.model.layers:
-        parallelize_module(layer, tp, PLAN)
-        if compiled:
-            layer.compile()
-        fully_shard(layer, mesh=dp)
-    return fully_shard(model, mesh=dp)
 
 
 def own_loss(model: Any, ids: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks._by_torch import split_by_torch
 from benchmarks._overhead_loops import (
     WARM,
     Size,
@@ -35,7 +36,6 @@ from benchmarks._overhead_loops import (
     make_model,
     make_optimizer,
     per_step,
-    split_by_torch,
 )
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
