@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ PUBLIC: dict[str, str] = {
 """Names that users, or YAML files that they saved, import."""
 
 
+@cache
 def rooms() -> list[str]:
     return sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")})
 
@@ -81,7 +83,12 @@ def floor_of(room: str) -> int:
     return next(floor for floor, names in enumerate(FLOORS) if room in names)
 
 
-def imported_rooms(path: Path) -> Iterator[str]:
+@cache
+def imported_rooms(path: Path) -> list[str]:
+    return [*_imported_rooms(path)]
+
+
+def _imported_rooms(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

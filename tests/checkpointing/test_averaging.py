@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Wei
 from torch import Tensor
 
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.marks import with_long
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
+
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"save_distributed_checkpoint": False}]
 
 
 def run(strategy: Any, kind: type, directory: Path, epochs: int, resume: Path | None = None) -> dict[str, Any]:
@@ -30,12 +31,19 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((value - other[name]).abs().max()) for name, value in one.items())
 
 
-@pytest.mark.parametrize("kind", with_long([WeightAveraging, EMAWeightAveraging], WeightAveraging))
-def test_averages_are_those_of_one_device(nursery: Nursery, pool2: Pool, tmp_path: Path, kind: type) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        (EMAWeightAveraging, [{"tp": 2, "save_distributed_checkpoint": False}]),
+        *(pytest.param(kind, LAYOUTS, marks=pytest.mark.long) for kind in (WeightAveraging, EMAWeightAveraging)),
+    ],
+)
+def test_averages_are_those_of_one_device(
+    nursery: Nursery, pool2: Pool, tmp_path: Path, kind: type, layouts: list[dict[str, Any]]
+) -> None:
     one = Pool(nursery, 1).run(run, "auto", kind, tmp_path / "one", 2, trainer=True)[0]
-    sizes: dict[str, Any]
-    for sizes in ({"tp": 2}, {"save_distributed_checkpoint": False}):
-        path = tmp_path / str(len(sizes)) / sizes.__repr__()
+    for sizes in layouts:
+        path = tmp_path / repr(sizes)
         two = pool2.run(run, sizes, kind, path, 2, trainer=True)[0]
         assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
         assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)

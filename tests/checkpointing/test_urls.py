@@ -11,7 +11,10 @@ from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Pool
+from tests.support.marks import with_long
 from tests.support.training import fit
+
+PLAIN = {"save_distributed_checkpoint": False}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def train(environment: dict[str, str], arguments: dict[str, Any], folder: str, r
     return fit({"tp": 2, **arguments}, folder, epochs=2, resume=resume)[0].losses
 
 
-@pytest.mark.parametrize("arguments", [{"async_save": True}, {"save_distributed_checkpoint": False}], ids=str)
+@pytest.mark.parametrize("arguments", with_long([{"async_save": True}, PLAIN], PLAIN), ids=str)
 def test_an_object_store(pool2: Pool, store: dict[str, str], arguments: dict[str, Any]) -> None:
     folder = f"s3://bucket/{next(iter(arguments))}"
     whole = pool2.run(train, store, arguments, folder, None, trainer=True)[0]

@@ -15,6 +15,7 @@ from lightning_automodel.modules.structure import find_towers
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Batch, Schedule, compare
+from tests.support.marks import with_long
 from tests.support.run_family import Outcome, Run, probe, run_all
 from tests.support.training import Recorder, make_trainer, world_size
 from tests.support.training import batches as text
@@ -64,7 +65,7 @@ def error(policy: str, sizes: dict[str, int], world: int) -> tuple[float, str]:
     return compare(build, sizes, world, config=FSDP2Config(tower_policy=policy), draw=draw).largest
 
 
-@pytest.mark.parametrize("policy", ["root", "replicate"])
+@pytest.mark.parametrize("policy", with_long(["root", "replicate"], "replicate"))
 def test_a_batch_without_images_on_some_ranks(policy: str, pool2: Pool, pool4: Pool) -> None:
     for pool, sizes in ((pool2, {"dp_shard": 2}), (pool4, {"dp_shard": 2, "tp": 2})):
         for largest, name in pool.run(error, policy, sizes, pool.world_size):

@@ -149,8 +149,8 @@ def errors(cases: list[Case], sizes: dict[str, int], world: int) -> dict[str, tu
     ("cases", "sizes"),
     [
         ([*LENGTHS, *MASKS, *BLOCKS], {"tp": 2}),
-        ([*LENGTHS, FLAT, *MASKS], {"tp": 4}),
-        ([LENGTHS[2], MASKS[1], MASKS[3], BLOCKS[0], BLOCKS[-1]], {"dp_shard": 2, "tp": 2}),
+        pytest.param([*LENGTHS, FLAT, *MASKS], {"tp": 4}, marks=pytest.mark.long),
+        ([LENGTHS[2], FLAT, MASKS[1], MASKS[3], BLOCKS[0], BLOCKS[-1]], {"dp_shard": 2, "tp": 2}),
     ],
     ids=["tp2", "tp4", "dp2-tp2"],
 )

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_automodel.strategies.faults import peers
 from lightning_automodel.testing.pool import Pool, RankFailed
+from tests.support.marks import with_long
 from tests.support.training import Recorder, batches, make_trainer, world_size
 
 TIMEOUT = 4.0  # seconds, of collectives
@@ -89,7 +90,7 @@ CASES = {
 """The layout, what becomes of one rank, and what the error of the others says."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, "killed in forward"))
 def test_the_others_say_who(pool4: Pool, tmp_path: Path, case: str) -> None:
     sizes, end, message = CASES[case]
     with pytest.raises(RankFailed):

@@ -228,7 +228,7 @@ def models_without_a_causal_loss() -> None:
         losses_that_need_whole_logits,
         chunked_returns_no_logits,
         loss_functions_of_users,
-        compiled_blocks,
+        pytest.param(compiled_blocks, marks=pytest.mark.long),
         compiled_function,
     ],
 )

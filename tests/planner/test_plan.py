@@ -24,12 +24,13 @@ from lightning_automodel.planner.search import layouts, name_of, search
 from lightning_automodel.plans.experts import has_experts
 from tests.planner.subjects import LAYOUTS, model_on_meta, run_of
 from tests.support.families import tiny_config
+from tests.support.marks import with_long
 
 H100 = HARDWARE["h100"]
 searching = sys.modules[search.__module__]
 
 
-@pytest.mark.parametrize("name", ["dp2", "replicas2-shards2"])
+@pytest.mark.parametrize("name", with_long(["dp2", "replicas2-shards2"], "replicas2-shards2"))
 def test_few_layers_tell_what_many_do(name: str) -> None:
     run = replace(run_of(LAYOUTS[name]), device_type="cuda")
     with stage(run) as mesh:

@@ -25,6 +25,7 @@ from tests.support.subjects import (
 
 BOUND = 1e-5
 LONG = ("megatron0-dp2", "megatron1-dp2", "megatron2-dp2-tp2", "megatron3-dp2-tp2", "fsdp2-dp2-cp2", "fsdp2-cp2-tp2")
+LONG += ("ddp-4", "fsdp2-dp2", "megatron2-dp2")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ CHAIN: list[tuple[str, bool]] = [  # each trains one epoch more; a folder, or a 
     ("megatron3-tp2", False),
     ("fsdp2-dp2", False),
 ]
+CHAINS = {"three strategies": [*CHAIN[:3], CHAIN[-1]], "all": CHAIN}
 
 
 def continue_with(layout: str | None, path: Path, directory: Path, epochs: int, **arguments: Any) -> dict[str, Any]:
@@ -96,11 +98,13 @@ def continue_with(layout: str | None, path: Path, directory: Path, epochs: int, 
     return run_everything(module, strategy, devices, data_size, directory / str(epochs), epochs, resume)
 
 
-def test_checkpoints_go_from_strategy_to_strategy(models: Path, nursery: Nursery, tmp_path: Path) -> None:
-    count = len(CHAIN)
+@pytest.mark.parametrize("links", with_long(CHAINS, "all"))
+def test_checkpoints_go_from_strategy_to_strategy(links: str, models: Path, nursery: Nursery, tmp_path: Path) -> None:
+    chain = CHAINS[links]
+    count = len(chain)
     one = Pool(nursery, 1).run(continue_with, None, models, tmp_path / "one", count, trainer=True)[0]
     per_epoch = len(one["gradients"]) // count
-    for epochs, (layout, folder) in enumerate(CHAIN, start=1):
+    for epochs, (layout, folder) in enumerate(chain, start=1):
         chosen = LAYOUTS[layout]
         arguments = {"trainer": True, "timeout": 60, "save_distributed_checkpoint": folder}
         results = Pool(nursery, chosen.ranks).run(continue_with, layout, models, tmp_path, epochs, **arguments)

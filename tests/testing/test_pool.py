@@ -181,11 +181,16 @@ def test_a_trainer_makes_its_own_process_group(pool2: Pool) -> None:
     assert first[0][:2] == (True, 2)
 
 
-def test_no_process_outlives_the_pool() -> None:
-    nursery = Nursery()
+def test_no_process_outlives_its_call(nursery: Nursery) -> None:
     pids = [pid for result in Pool(nursery, 2).run(start_child) for pid in result]
     assert nursery.process is not None
     assert await_end(sorted(set(pids) - {nursery.process.pid})) == []
+
+
+@pytest.mark.long
+def test_no_process_outlives_the_nursery() -> None:
+    nursery = Nursery()
+    pids = [pid for result in Pool(nursery, 2).run(start_child) for pid in result]
     nursery.close()
     assert await_end(pids) == []
 

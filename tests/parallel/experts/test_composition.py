@@ -41,9 +41,10 @@ LEVERS = {
     "another dispatcher": FSDP2Config(expert_dispatcher=f"{__name__}.gather_all"),
     "blocks in one unit": FSDP2Config(fsdp2_min_num_params=10**6, fsdp2_forward_prefetch_depth=2),
 }
+LONG = ("compiled", "each child checkpointed", "gradients reduced at once", "blocks in one unit")
 
 
-@pytest.mark.parametrize("lever", with_long(LEVERS, "compiled", "each child checkpointed", "gradients reduced at once"))
+@pytest.mark.parametrize("lever", with_long(LEVERS, *LONG))
 def test_beside(lever: str, pool4: Pool) -> None:
     families = ("qwen3_moe",) if "compiled" in lever else ("qwen3_moe", "deepseek_v3")
     runs = {
