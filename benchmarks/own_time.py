@@ -1,0 +1,182 @@
+"""What a step costs a rank beside computing, over layers and ranks: a line, or a curve? Writes docs/own_time.md.
+
+A narrow Llama (hidden 64, 16 tokens) computes next to nothing. A step of the trainer on a mesh takes a rank's thread
+this much processor time more than a step of a plain loop on one process: our hooks, torch's (FSDP2, autograd
+functions, collectives called, not waited for), and Lightning's. Processor time is what a thread computes; waiting and
+other work on the machine are not in it. A line is fitted over the numbers of layers; the last column is how far the
+farthest is off.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import linear_regression, median
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks._measure import describe_machine
+from benchmarks._page import Page, Table
+from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
+from lightning_automodel.testing.pool import Nursery, Pool
+
+LAYERS, RANKS, AT = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8), 16
+WARM, STEPS, LENGTH, VOCABULARY = 3, 7, 16, 64
+WAYS: dict[str, Callable[[int], Strategy]] = {
+    "tp": lambda ranks: FSDP2TPStrategy(tp=ranks),
+    "tp, sequence parallelism": lambda ranks: FSDP2TPStrategy(tp=ranks, config=FSDP2Config(sequence_parallel=True)),
+    "dp_shard": lambda ranks: FSDP2TPStrategy(),
+    "DDP": lambda ranks: DDPStrategy(),
+}
+
+
+def main() -> None:
+    """Entry point of ``python -m benchmarks.own_time``."""
+    page = Page("own_time.md", "own_time")
+    arguments = page.parser(__doc__, rounds=3).parse_args()
+    layers, ranks, rounds = ((2, 4), (1, 2), 1) if arguments.smoke else (LAYERS, RANKS, arguments.rounds)
+    page.add(describe())
+    nursery = Nursery()
+    try:
+        page.add(over_layers(nursery, layers, rounds))
+        page.add(over_ranks(nursery, layers[1] if arguments.smoke else AT, ranks, rounds))
+    finally:
+        nursery.close()
+    page.finish(arguments)
+
+
+def headline(tables: list[Table]) -> str:
+    """Say what the page shows, in a sentence."""
+    column = "ms per layer"
+    found = [f"{way} {tables[0].number(way, column):.2f} ms" for way in ("tp", "dp_shard")]
+    return f"beside computing, a layer more costs a rank of two {' or '.join(found)} of processor time per step"
+
+
+def describe() -> list[str]:
+    """Head of the page."""
+    return [
+        "# What a step costs beside computing",
+        "",
+        (__doc__ or "").partition("\n\n")[2].strip(),
+        "",
+        f"SGD, float32; medians over rounds of each run's median step, milliseconds, the worst rank; "
+        f"{describe_machine()}. Written by `python -m benchmarks.own_time --write`.",
+    ]
+
+
+def over_layers(nursery: Nursery, layers: Sequence[int], rounds: int) -> Iterator[str]:
+    """One line per way: two ranks, and each number of layers."""
+    yield from ("", "## Over layers, two ranks", "")
+    yield f"| | {' | '.join(map(str, layers))} | ms per layer | off the line |"
+    yield f"|---|{'---|' * (len(layers) + 2)}"
+    alone = {count: milliseconds(nursery, None, count, 1, rounds) for count in layers}
+    yield f"| one process, all of it | {' | '.join(f'{alone[count]:.1f}' for count in layers)} | | |"
+    for way in WAYS:
+        own = [milliseconds(nursery, way, count, 2, rounds) - alone[count] for count in layers]
+        slope, start = linear_regression(layers, own)
+        off = max(abs(start + slope * count - value) for count, value in zip(layers, own, strict=True))
+        yield f"| {way} | {' | '.join(f'{value:.1f}' for value in own)} | {slope:.2f} | {off:.1f} |"
+
+
+def over_ranks(nursery: Nursery, layers: int, ranks: Sequence[int], rounds: int) -> Iterator[str]:
+    """One line per way: as many layers, and each number of ranks."""
+    yield from ("", f"## Over ranks, {layers} layers", "")
+    yield f"| | {' | '.join(map(str, ranks))} |"
+    yield f"|---|{'---|' * len(ranks)}"
+    alone = milliseconds(nursery, None, layers, 1, rounds)
+    for way in WAYS:
+        own = [milliseconds(nursery, way, layers, count, rounds) - alone for count in ranks]
+        yield f"| {way} | {' | '.join(f'{value:.1f}' for value in own)} |"
+
+
+def milliseconds(nursery: Nursery, way: str | None, layers: int, ranks: int, rounds: int) -> float:
+    """Processor time of a step on the worst rank."""
+    pool = Pool(nursery, ranks)
+    runs = [pool.run(measure, way, layers, ranks, trainer=way is not None, timeout=600) for _ in range(rounds)]
+    return 1e3 * median(max(run) for run in runs)
+
+
+# ---- on each rank ----------------------------------------------------------------------------------------------------
+
+
+def measure(way: str | None, layers: int, ranks: int) -> float:
+    """Seconds of this thread in a step: the median."""
+    times = in_a_loop(layers) if way is None else in_a_trainer(WAYS[way](ranks), layers, ranks)
+    return median([after - before for before, after in pairwise(times)][WARM:])
+
+
+def make_model(layers: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_batch() -> Tensor:
+    return torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def in_a_loop(layers: int) -> list[float]:
+    model, times, ids = make_model(layers).train(), [], make_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(WARM + STEPS + 1):
+        times.append(time.thread_time())
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return times
+
+
+class Module(L.LightningModule):
+    """Notes the processor time of its thread when each step begins."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers, self.model = layers, None
+        self.times: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = make_model(self.layers)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.times.append(time.thread_time())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[misc]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def in_a_trainer(strategy: Strategy, layers: int, ranks: int) -> list[float]:
+    module = Module(layers)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        **dict.fromkeys(quiet, False),  # type: ignore[arg-type]
+    )
+    trainer.fit(module, DataLoader([make_batch()] * (WARM + STEPS + 1), batch_size=None))  # type: ignore[arg-type]
+    return module.times
+
+
+if __name__ == "__main__":
+    from benchmarks import own_time  # by its own name: ranks must be able to import what they run
+
+    own_time.main()
