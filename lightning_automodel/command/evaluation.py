@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_automodel.command.mistakes import proposal
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.command.writable import check_folder
 from lightning_automodel.finetuning.causal_lm import CausalLM
@@ -34,7 +35,7 @@ def evaluate(
     Args:
         model: checkpoint, directory that save_pretrained or export wrote, or name on the hub.
         files: held-out text, in the forms that training takes; loss and perplexity are over all its target tokens.
-        tasks: of the lm-evaluation-harness, where that is installed.
+        tasks: of the lm-evaluation-harness, where that is installed: names, or YAML files; on one process.
         output: file of JSON that gets the numbers, too.
         tokenizer: directory or name; by default the model's.
         sequence_length: tokens of a row, at most; longer documents are split.
@@ -49,6 +50,10 @@ def evaluate(
         raise ValueError(
             "evaluate needs --files (held-out text) or --tasks (of the lm-evaluation-harness), one of them"
         )
+    if tasks is None:
+        _refuse("--files", limit=limit)
+    else:
+        _refuse("--tasks", columns=columns, tp=tp, devices=devices, precision=precision)
     if output is not None:
         check_folder("--output", Path(output).parent)
     if files is not None:
@@ -74,17 +79,35 @@ def evaluate(
     _tell(numbers, output)
 
 
+def _refuse(what: str, **others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"--{name} does nothing with {what}; leave it out")
+
+
 def _run_tasks(
     source: str, tasks: list[str], tokenizer: str | None, batch_size: int, limit: int | None
 ) -> dict[str, Any]:
     if find_spec("lm_eval") is None:
         raise ValueError("--tasks needs the lm-evaluation-harness, which is not installed; pip install lm-eval")
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
+    manager = TaskManager()
+    for task in tasks:
+        if task not in manager.all_tasks and not Path(task).is_file():
+            hint = proposal(task, manager.all_tasks)
+            raise ValueError(f"--tasks: the lm-evaluation-harness has no task {task!r}, nor is that a file{hint}")
     arguments = {"pretrained": source, "tokenizer": tokenizer or source}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = lm_eval.simple_evaluate(
-        model="hf", model_args=arguments, tasks=tasks, batch_size=batch_size, limit=limit, device=device
+        model="hf",
+        model_args=arguments,
+        tasks=list(tasks),
+        task_manager=manager,
+        batch_size=batch_size,
+        limit=limit,
+        device=device,
     )
     return found["results"]
 

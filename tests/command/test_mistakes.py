@@ -46,6 +46,8 @@ WORDS = {
     f"export {__file__} /tmp/out": "test_mistakes.py is no checkpoint",
     "evaluate /nowhere": "evaluate needs --files",
     "evaluate /nowhere --files=/nowhere.txt": "'/nowhere.txt' matches no file",
+    "evaluate /nowhere --tasks=[a] --tp=2": "--tp does nothing with --tasks; leave it out",
+    "evaluate /nowhere --files=/nowhere.txt --limit=3": "--limit does nothing with --files",
     "generate /nowhere/model": "is no directory",
 }
 CASES = {**{f"fit {MODEL} --trainer.{key}": text for key, text in MISTAKES.items()}, **WORDS}

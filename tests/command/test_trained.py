@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_automodel.cli import main
-from lightning_automodel.command import trained
+from lightning_automodel.command import evaluation, trained
 from lightning_automodel.command.text import Sampling, generate
 from lightning_automodel.command.trained import devices_needed, opened
 from lightning_automodel.finetuning import CausalLM, TextDataModule
@@ -98,7 +98,10 @@ def test_an_export_that_never_comes_is_not_waited_for(tmp_path: Path, monkeypatc
         pass
 
 
-def test_what_evaluate_cannot_do_is_one_line(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_evaluate_cannot_do_is_one_line(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
     for given, message in (([], "needs --files"), (["--tasks=[hellaswag]"], "pip install lm-eval")):
         with pytest.raises(SystemExit, match="1"):
             main(["evaluate", str(model_dir), *given])
