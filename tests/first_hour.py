@@ -1,9 +1,9 @@
 """Plays a new user's first hour in a fresh clone: python -m tests.first_hour [PART ...]; prints a line per step.
 
-    readme      the command lines of README.md, copied from it, and its program
+    readme      the command lines of README.md, copied from it (the quickstart is the first), and its program
     examples    every example, for a few steps
     mistakes    wrong commands: one line that says what is wrong, the last one, exit code 1, in time
-    pages       links, code blocks, the list for tools
+    pages       the programs of docs/; its links and all other blocks of code are tests (tests/docs)
 
 Placeholders of the README (a model, files, a number of GPUs) are replaced as ``READ_AS`` says; nothing else is changed.
 What is not committed is not in the clone. Ends with exit code 1 if a step failed.
@@ -12,12 +12,12 @@ What is not committed is not in the clone. Ends with exit code 1 if a step faile
 import argparse
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ OF_THE_ENVIRONMENT = (
 )  # what runs this script has installed; tests run elsewhere
 STEPS = "--trainer.max_steps=2"
 GPUS_ONLY = ("megatron_fsdp",)
+LONGEST = 1800  # seconds, for any command
 SECONDS = 10.0  # for a wrong command: processor time of its processes, less the imports of libraries in one of them
 IMPORTS = "import torch, torch.distributed.tensor, transformers.modeling_layers, lightning.pytorch.cli"
 
@@ -85,24 +86,45 @@ class Hour:
     folder: Path
     failed: list[str] = field(default_factory=list)
 
-    def run(self, command: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
-        """Runs a command line as a shell of the clone would."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a shell of the clone."""
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
-        environment |= {
+        return environment | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(self.folder),
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "120",
         }
-        return subprocess.run(
-            command, shell=True, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=timeout
-        )
+
+    def run(self, command: str) -> tuple[int, str, float]:
+        """Runs a command line as a shell of the clone would.
+
+        Returns:
+            its exit code, what it wrote to the standard error, and the processor time of it and its children in
+            seconds, which other work on the machine changes little.
+        """
+        with tempfile.TemporaryFile("w+") as errors:
+            line = ["timeout", str(LONGEST), "sh", "-c", command]
+            process = subprocess.Popen(
+                line,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            errors.seek(0)
+            return process.returncode, errors.read(), usage.ru_utime + usage.ru_stime
 
     def works(self, command: str) -> None:
         """Runs what must end with exit code 0."""
         started = time.monotonic()
-        done = self.run(command)
-        self.say(done.returncode == 0, f"{time.monotonic() - started:4.0f} s  {command}", done.stderr[-2000:])
+        code, told, seconds = self.run(command)
+        took = f"{time.monotonic() - started:4.0f} s (processors: {seconds:3.0f})"
+        self.say(code == 0, f"{took}  {command}", told[-2000:])
 
     def say(self, is_right: bool, line: str, why: str = "") -> None:
         """Prints a step, and what it printed if it failed."""
@@ -120,6 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as new:
         hour = Hour((options.folder or cloned(Path(new) / "clone")).resolve())
         if not (hour.folder / "build" / "quickstart" / "export").exists() and "readme" not in (options.parts or PARTS):
@@ -127,7 +150,9 @@ def main() -> None:
         for name in options.parts or PARTS:
             print(f"== {name}", flush=True)
             PARTS[name](hour)
-    print(f"{len(hour.failed)} steps failed")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = f"{(time.monotonic() - started) / 60:.0f} minutes, {(used.ru_utime + used.ru_stime) / 60:.0f} of processors"
+    print(f"{len(hour.failed)} steps failed; {took}")
     sys.exit(bool(hour.failed))
 
 
@@ -165,28 +190,28 @@ def examples(hour: Hour) -> None:
     hour.works("python -m examples.finetune build/quickstart/export 'build/quickstart/text/a*.py'")
     hour.works(f"{torch_run} examples/torchrun.py build/quickstart/export --steps=2")
     hour.works(f"examples/torchrun.sh examples/full.yaml {STEPS}")
-    if shutil.which("jupyter"):
-        hour.works("jupyter execute examples/notebook.ipynb")
+    hour.works("jupyter execute examples/notebook.ipynb")
 
 
 def mistakes(hour: Hour) -> None:
     """Runs wrong commands, and looks at what they say, how they end, and how long that takes."""
     (hour.folder / "build").mkdir(exist_ok=True)
     (hour.folder / "build" / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    imports = min(timed(hour, f'python -W ignore -c "{IMPORTS}"')[1] for _ in range(2))
+    imports = min(hour.run(f'python -W ignore -c "{IMPORTS}"')[2] for _ in range(2))
     print(f"        {imports:4.1f} s of processor time for the imports of libraries alone")
-    for command, text in MISTAKES.items():
-        done, seconds = timed(hour, command)
-        lines = done.stderr.splitlines()
-        told = [line for line in lines if line.startswith("lightning-automodel: error: ")]
-        right = done.returncode == 1 and told == lines[-1:] and text in told[0] and "Traceback" not in done.stderr
-        own = seconds - imports
-        hour.say(right and own < SECONDS, f"{seconds:4.1f} s (own: {own:4.1f})  {command}", done.stderr[-3000:])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (command, text), (code, printed, seconds) in zip(
+            MISTAKES.items(), pool.map(hour.run, MISTAKES), strict=True
+        ):
+            lines = printed.splitlines()
+            told = [line for line in lines if line.startswith("lightning-automodel: error: ")]
+            right = code == 1 and told == lines[-1:] and text in told[0] and "Traceback" not in printed
+            own = seconds - imports
+            hour.say(right and own < SECONDS, f"{seconds:4.1f} s (own: {own:4.1f})  {command}", printed[-3000:])
 
 
 def documents(hour: Hour) -> None:
-    """Checks all links and blocks of code, and runs those that are complete programs without a trainer."""
-    hour.works("python -m pytest -q -p no:cacheprovider tests/docs")
+    """Runs the blocks of code that are complete programs."""
     for block in programs(sorted((hour.folder / "docs").rglob("*.md"))):
         (hour.folder / "program.py").write_text(read_as(block.text))
         hour.works(f"python program.py  # {block.page.name}:{block.line}")
@@ -213,14 +238,6 @@ def read_as(text: str) -> str:
 def programs(found: list[Path]) -> Iterator[Block]:
     """The blocks of Python that use no name from elsewhere."""
     yield from (b for page in found for b in blocks(page, "python") if not unbound(b.text))
-
-
-def timed(hour: Hour, command: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Runs a command; returns also the processor time of it and its children, which other work changes little."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = hour.run(command)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":
