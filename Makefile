@@ -72,6 +72,7 @@ bench: $(STAMP) ## run all benchmarks and write their pages, or only some: BENCH
 bench-smoke: $(STAMP) ## run every benchmark in its smallest form: none rots
 	$(BIN)/python -m benchmarks --all --smoke
 	$(BIN)/python -m benchmarks.gpu --smoke
+	$(BIN)/python -m benchmarks.peers_exactness --smoke
 
 bench-gpu: $(STAMP) ## the ladder of memory and speed on one CUDA device, and its page
 	$(BIN)/python -m benchmarks.gpu --write

@@ -269,4 +269,11 @@ EXTRA: Mapping[str, Column] = {
         families=dropping_families,
     ),
 }
-COLUMNS: Mapping[str, Column] = {**MAIN, **EXTRA}
+PEERS: Mapping[str, Column] = {
+    "transformers": Column(title="one micro-batch", run=Run(sizes={"tp": 2}, schedule=ONE, by_transformers=True)),
+    "transformers_accumulation": Column(
+        title="two micro-batches", run=Run(sizes={"tp": 2}, schedule=TWO, by_transformers=True)
+    ),
+}
+"""Other tools, on a page of their own: :mod:`benchmarks.peers_exactness`."""
+COLUMNS: Mapping[str, Column] = {**MAIN, **EXTRA, **PEERS}

@@ -39,14 +39,15 @@ Written by `python -m benchmarks.exactness`, which compares what has no result y
 
 def write(store: Store, path: Path) -> None:
     """The whole document."""
-    parts = [INTRODUCTION, _configuration(store), *_main_tables(store.families), *_extra_tables(store.families)]
+    parts = [INTRODUCTION, configuration(store), *_main_tables(store.families), *_extra_tables(store.families)]
     if store.oracle:
         parts.append(f"## The oracle\n\n{store.oracle}\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts))
 
 
-def _configuration(store: Store) -> str:
+def configuration(store: Store) -> str:
+    """Say with what the results were found, and how long that took."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     cells = [c for family in store.families.values() for key, c in family.cells.items() if COLUMNS[key].run]
     older = sum(not cell.from_files for cell in cells)
@@ -66,7 +67,7 @@ def _main_tables(families: Mapping[str, Family]) -> Iterable[str]:
     for title, names in groups.items():
         found = {name: families[name] for name in names if name in families}
         if found:
-            yield f"## {title}\n\n{_totals(found, MAIN)}\n\n{_table(found, MAIN)}\n"
+            yield f"## {title}\n\n{totals(found, MAIN)}\n\n{table(found, MAIN)}\n"
 
 
 def _extra_tables(families: Mapping[str, Family]) -> Iterable[str]:
@@ -74,10 +75,11 @@ def _extra_tables(families: Mapping[str, Family]) -> Iterable[str]:
         found = {name: family for name, family in families.items() if key in family.cells}
         if found:
             title = column.title[0].upper() + column.title[1:]
-            yield f"## {title}\n\n{_totals(found, {key: column})}\n\n{_table(found, {key: column})}\n"
+            yield f"## {title}\n\n{totals(found, {key: column})}\n\n{table(found, {key: column})}\n"
 
 
-def _totals(families: Mapping[str, Family], columns: Mapping[str, Column]) -> str:
+def totals(families: Mapping[str, Family], columns: Mapping[str, Column]) -> str:
+    """Count the exact ones of each column, in a sentence."""
     lines = []
     for key, column in columns.items():
         cells = [family.cells[key] for family in families.values() if key in family.cells]
@@ -89,7 +91,8 @@ def _totals(families: Mapping[str, Family], columns: Mapping[str, Column]) -> st
     return "; ".join(lines) + "."
 
 
-def _table(families: Mapping[str, Family], columns: Mapping[str, Column]) -> str:
+def table(families: Mapping[str, Family], columns: Mapping[str, Column]) -> str:
+    """Write a row for each family."""
     titles = [column.title for column in columns.values()] if len(columns) > 1 else ["verdict"]
     head = ["family", *titles, "worst error", "remarks"]
     rows = [head, ["---"] * len(head), *(_row(name, family, columns) for name, family in sorted(families.items()))]

@@ -11,13 +11,19 @@ from tests.support.images import Inputs
 from tests.support.run_family import Outcome, Probe, probe, run_all
 from tests.support.weights import weights
 
-SECONDS = 180.0  # for one call
+SECONDS = 180.0
 
 
 class Runner:
-    """The pools, and the order of things."""
+    """The pools, and the order of things.
 
-    def __init__(self, nursery: Nursery) -> None:
+    Args:
+        nursery: of the ranks.
+        seconds: for one call.
+    """
+
+    def __init__(self, nursery: Nursery, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
         self.pools = {world: Pool(nursery, world) for world in (1, 2, 4)}
 
     def family(self, name: str, wanted: Mapping[str, Column], known: Family | None) -> Family:
@@ -41,7 +47,7 @@ class Runner:
 
     def _probe(self, name: str, known: Family | None) -> tuple[Family, Inputs]:
         try:
-            result: Probe = self.pools[1].run(probe, name, timeout=SECONDS)[0]
+            result: Probe = self.pools[1].run(probe, name, timeout=self.seconds)[0]
         except (RankFailed, PoolTimeout) as error:
             return Family(reason=_last_line(error)), Inputs()
         reason = result.failure or result.inputs.reason
@@ -76,7 +82,9 @@ class Runner:
         found = []
         for world in (2, 4) if planned else (2,):
             try:
-                found.append(self.pools[world].run(weights, name, planned, with_directory=True, timeout=SECONDS)[0])
+                found.append(
+                    self.pools[world].run(weights, name, planned, with_directory=True, timeout=self.seconds)[0]
+                )
             except (RankFailed, PoolTimeout) as error:
                 return {key: Cell(float("inf"), failure=_last_line(error)) for key in columns}
         seconds = (time.monotonic() - start) / len(columns)
@@ -99,7 +107,9 @@ class Runner:
         """All columns in one call; each in one of its own, if that fails."""
         runs = {key: column.run for key, column in columns.items()}
         try:
-            return self.pools[world].run(run_all, name, runs, inputs, double, timeout=SECONDS, with_directory=True)[0]
+            return self.pools[world].run(
+                run_all, name, runs, inputs, double, timeout=self.seconds, with_directory=True
+            )[0]
         except (RankFailed, PoolTimeout) as error:
             if len(columns) == 1:
                 return {key: Outcome(error=float("inf"), failure=_last_line(error)) for key in columns}

@@ -47,6 +47,22 @@ class Differences:
         value = error.item() if torch.isfinite(error) else float("inf")
         self.worst[name] = max(self.worst.get(name, 0.0), value)
 
+    def add_gradients(self, actual: dict[str, Tensor], expected: dict[str, Tensor], norm: Tensor) -> None:
+        """Relative error of every gradient; a missing one counts as zero.
+
+        A gradient that is zero by construction (a key bias under softmax) is noise on one process too, small beside
+        ``norm``, which is that of all ``expected`` ones.
+        """
+        noise = 1e-6 * norm.item()
+        for name, gradient in expected.items():
+            found = actual.get(name)
+            if found is None:
+                found = torch.zeros_like(gradient)
+            if max(gradient.norm().item(), found.norm().item()) > noise:
+                self.add(f"gradient of {name}", found, gradient)
+        for name in actual.keys() - expected.keys():
+            self.add(f"gradient of {name}", actual[name] + 1, torch.ones_like(actual[name]))
+
     @property
     def largest(self) -> tuple[float, str]:
         """The largest error and what has it."""
@@ -144,16 +160,7 @@ def _differences(expected: list[_Step], actual: list[_Step], mesh: Any) -> Diffe
         torch.distributed.all_reduce(loss, group=data.get_group())
         differences.add("loss", loss / data.size(), one.loss)
         differences.add("gradient norm", many.norm, one.norm)
-        # A gradient that is zero by construction (a key bias under softmax) is noise of this size on one process too.
-        noise = 1e-6 * one.norm.item()
-        for name, gradient in one.gradients.items():
-            actual_gradient = many.gradients.get(name)
-            if actual_gradient is None:
-                actual_gradient = torch.zeros_like(gradient)
-            if max(gradient.norm().item(), actual_gradient.norm().item()) > noise:
-                differences.add(f"gradient of {name}", actual_gradient, gradient)
-        for name in many.gradients.keys() - one.gradients.keys():
-            differences.add(f"gradient of {name}", many.gradients[name] + 1, torch.ones_like(many.gradients[name]))
+        differences.add_gradients(many.gradients, one.gradients, one.norm)
     for name, value in expected[-1].parameters.items():
         differences.add(f"parameter {name}", actual[-1].parameters[name], value)
     return differences

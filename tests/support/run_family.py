@@ -23,6 +23,7 @@ from tests.support.files import Files
 from tests.support.float64 import in_float64
 from tests.support.images import Inputs, find_inputs
 from tests.support.initialization import initial_difference
+from tests.support.peers import by_transformers, compare_step
 from tests.support.ragged import ragged
 
 NO_EFFECT = "sequence_parallel=True has no effect"
@@ -40,6 +41,7 @@ class Run:
         ragged: an odd number of tokens, and padding.
         packed: three documents in each row, told apart by their positions, where the model takes positions.
         adapter: a method of ``tests/support/adapted.py``; empty: every parameter trains.
+        by_transformers: its own tensor parallelism instead of ours; only loss and gradients of one step are compared.
     """
 
     sizes: Mapping[str, int]
@@ -49,6 +51,7 @@ class Run:
     ragged: bool = False
     packed: bool = False
     adapter: str = ""
+    by_transformers: bool = False
 
     @property
     def world(self) -> int:
@@ -151,6 +154,12 @@ def differences(
         draw = partial(_draw_ragged, draw, _masks_text(build()))
     if run.packed and "position_ids" in inspect.signature(build().forward).parameters:
         draw = partial(_draw_packed, draw)
+    if run.by_transformers:
+        split = partial(by_transformers, files)
+        if not double:
+            return compare_step(files.plain, split, draw(run.schedule, 0, 0))
+        with in_float64():
+            return compare_step(lambda: build().double(), lambda: split().double(), draw(run.schedule, 0, 0))
     arguments = (dict(run.sizes), dist.get_world_size(), run.schedule, run.config)
     if not double:
         return compare(build, *arguments, draw=draw, make_parallel=make_parallel)
