@@ -1,6 +1,6 @@
 """transformers' own tensor parallelism against one process, family by family. Writes docs/peers_exactness.md.
 
-    python -m benchmarks.peers_exactness --write               all families; what build/peers_exactness.json holds is not run again
+    python -m benchmarks.peers_exactness --write    all families; what build/peers_exactness.json holds stays
     python -m benchmarks.peers_exactness --family llama qwen3
 
 It is not among the benchmarks of performance: `make bench` leaves it out, `make bench-smoke` runs its smallest form.
@@ -86,7 +86,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="the smallest form, once: does it run?")
     parser.add_argument("--family", nargs="+", metavar="NAME", help="model types, such as llama; all if not given")
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="keep what RESULTS holds")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "peers_exactness.json", help="where results are kept")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "build" / "peers_exactness.json", help="where results are kept"
+    )
     return parser
 
 
