@@ -209,7 +209,7 @@ class Noted(StochasticWeightAveraging):
 def fit_watched(strategy: Strategy, tp: int, module: Watched, epochs: int, directory: Path, resume: bool) -> None:
     averaging = Noted(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
     saver = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
-    switches = {"detect_anomaly": True, "enable_checkpointing": True}
+    switches = {"detect_anomaly": resume, "enable_checkpointing": True}  # which formats a stack for each operation
     run = make_trainer(strategy, callbacks=[averaging, saver], max_epochs=epochs, **switches)
     run.fit(module, batches(world_size() // tp), ckpt_path=directory / "epoch=1.ckpt" if resume else None)
     assert averaging.has_begun

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "torchao.optim.AdamW4bit": (torchao.optim.AdamW4bit, {}, REFUSED),
     "torchao.optim.AdamWFp8": (torchao.optim.AdamWFp8, {}, REFUSED),
 }
-QUICK = ["torch.optim.Adadelta", "torch.optim.Muon", "torch.optim.Rprop", "torch.optim.Adafactor", "optimi.StableAdamW"]
+QUICK = ["torch.optim.Muon", "torch.optim.Rprop", "torch.optim.Adafactor", "optimi.StableAdamW"]
 
 
 def make(name: str, parameters: list[nn.Parameter]) -> Optimizer:
