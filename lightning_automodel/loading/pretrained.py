@@ -144,14 +144,16 @@ class _ShardedLoading:
         with reports_on_rank_zero():
             result = original(model, replace(load_config, device_map={"": home_of(model, self.device)}), info, *args)
         note_files(model, loaded)
-        _round(model, self.asked.pop(model, {}), loaded)
+        ties = self.ties.pop(model, [])
+        read = loaded.union(*(names for names in ties if not loaded.isdisjoint(names)))
+        _round(model, self.asked.pop(model, {}), read)
         if self.replicas is not None:
             copy_among_replicas(model, sorted(loaded), self.replicas)
             share_forms(model, partial(broadcast_object, group=self.replicas))
         move(model, self.device)
         for _, module, form in four_bit_layers(model):
             describe(module, form)  # torch makes new tensors where it moves DTensors
-        _check_ties(model, self.ties.pop(model, []))
+        _check_ties(model, ties)
         return result
 
 

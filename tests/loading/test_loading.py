@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -34,6 +35,7 @@ SIZES = dict(
     use_cache=False,
 )
 CPU = torch.device("cpu")
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def write(directory: Path, tied: bool, dtype: torch.dtype = torch.float32, shards: str = "5GB") -> nn.Module:
@@ -123,9 +125,14 @@ def stored_dtypes(directory: Path) -> dict[str, torch.dtype]:
     }
 
 
-def digits(wide: torch.dtype, sizes: dict[str, int], directory: Path) -> list[str]:
+def digits(wide: torch.dtype, sizes: dict[str, int], directory: Path, tied_as: str = EMBEDDING) -> list[str]:
     """Names of parameters that do not have the values of a model that was read in bfloat16 and cast."""
     write(directory, True, wide)
+    if tied_as != EMBEDDING and dist.get_rank() == 0:
+        weights = load_file(directory / "model.safetensors")
+        weights[tied_as] = weights.pop(EMBEDDING)
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    dist.barrier()
     expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).float()
     mesh = build_mesh(resolve_sizes(2, **sizes), "cpu")
     with sharded_loading(lambda model: parallelize(model, mesh, param_dtype=torch.float32), CPU):
@@ -140,6 +147,11 @@ def digits(wide: torch.dtype, sizes: dict[str, int], directory: Path) -> list[st
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
 def test_values_have_the_digits_that_were_asked_for(pool2: Pool, wide: torch.dtype, sizes: dict[str, int]) -> None:
     assert pool2.run(digits, wide, sizes, with_directory=True) == [[], []]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+def test_digits_of_a_tied_weight_that_files_have_under_its_other_name(pool2: Pool, sizes: dict[str, int]) -> None:
+    assert pool2.run(digits, torch.float32, sizes, tied_as="lm_head.weight", with_directory=True) == [[], []]
 
 
 def test_precision_decides_the_dtype_of_parameters_and_leaves_buffers(pool2: Pool) -> None:
