@@ -5,7 +5,7 @@
     torch.nn.Linear, optimizers, FSDP2      see tensors on the device that is played
         Surface (functions)                 device of DTensors, moves between devices, values that are looked at
         Route (operations)                  what has no fake tensor in it runs for real: meshes, modules on meta
-        FakeTensorMode                      shapes, dtypes, devices; an operation over two devices is an error
+        Shapes (FakeTensorMode)             shapes, dtypes, devices; an operation over two devices is an error
     autograd, kernels                       see the CPU, for which every build of torch is made
 """
 
@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
@@ -29,7 +34,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers.utils import import_utils
 
@@ -41,6 +46,7 @@ from lightning_automodel._compat.fake_cuda import (
     told_to_autograd,
     without_cuda,
 )
+from lightning_automodel._compat.tensors import EagerMode
 
 aten = torch.ops.aten
 _READS: dict[Any, Callable[[Any], Any]] = {
@@ -53,7 +59,9 @@ _READS: dict[Any, Callable[[Any], Any]] = {
 _PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _AS_SUBCLASS = Tensor.as_subclass
 _PLACES = (Tensor.device, Tensor.is_cuda)
+_GETTERS = {place.__get__ for place in _PLACES}
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.type_as)
+_SHOWN = {*_READS, *_GETTERS, *_MOVES, Tensor.backward, F.one_hot, F.scaled_dot_product_attention}
 _moves: list[Tensor] = []
 """What Python moves to another device at this moment."""
 _HOLDS = (aten.all.default, aten.all.dim, aten.eq.Scalar, aten.eq.Tensor, aten.equal.default)
@@ -73,7 +81,12 @@ def key_of(storage: torch.UntypedStorage) -> int:
 
 def is_wrapper(kinds: Sequence[type]) -> bool:
     """Tells whether an operation has tensors that consist of others, on which it will run."""
-    return any(issubclass(kind, _WRAPPERS) for kind in kinds)
+    return any(map(_wraps, kinds))
+
+
+@cache
+def _wraps(kind: type) -> bool:
+    return issubclass(kind, _WRAPPERS)
 
 
 def group_of(operation: Any, args: tuple) -> "dist.ProcessGroup | None":
@@ -117,7 +130,7 @@ def fake_device(device_type: str) -> Generator[None, None, None]:
         if device_type == "cuda":
             stack.enter_context(without_cuda())
         stack.enter_context(_Surface(device_type))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Shapes(allow_non_fake_inputs=True))
         stack.enter_context(_Route(device_type))
         yield
 
@@ -139,7 +152,41 @@ def _as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
 # ---- which operations have memory ------------------------------------------------------------------------------------
 
 
-class _Route(TorchDispatchMode):
+class _Shapes(FakeTensorMode):
+    """torch's mode, quicker where all shapes are numbers: it remembers operations by what dense tensors have.
+
+    Nearly all operations of a model with several alike layers are remembered, so this is what most of the time goes to.
+    """
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]) -> None:
+        result.append((type(args), len(args)))
+        if isinstance(args, dict):
+            result += args
+            args = args.values()
+        for arg in args:
+            if isinstance(arg, FakeTensor) and arg.constant is None and arg.layout is torch.strided:
+                result += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device)
+                result += (arg.untyped_storage().nbytes(), arg.requires_grad, arg.is_conj(), arg.is_neg())
+            elif isinstance(arg, list | tuple | dict):
+                self._prep_args_for_hash(result, arg, state, id_hashed_objects)
+            else:
+                super()._prep_args_for_hash(result, [arg], state, id_hashed_objects)
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        known = entry.metadata
+        if known is None or known.is_conj or known.is_neg:
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        storage = args[entry.view_idx].untyped_storage() if func.is_view else None
+        with in_kernel_invocation_manager(self):
+            found = torch.empty_strided(
+                known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
+            )
+            if storage is not None:
+                found.set_(storage, known.storage_offset, known.shape, known.stride)
+        return FakeTensor(self, found, known.device)
+
+
+class _Route(EagerMode):
     """Lets operations on real tensors run for real, and answers what fake ones cannot."""
 
     def __init__(self, device_type: str) -> None:
@@ -244,7 +291,9 @@ class _Surface(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        if func not in _SHOWN:
+            return func(*args, **kwargs)
+        first = args[0]
         if isinstance(first, FakeTensor):
             if func in _READS:
                 return _READS[func](_value_of(first))
@@ -257,7 +306,7 @@ class _Surface(TorchFunctionMode):
                 return _move(func, first, args[1:], kwargs)
             if func is F.scaled_dot_product_attention and self.device != CPU:
                 return _attention(func, args, kwargs)
-        if getattr(func, "__self__", None) in _PLACES:
+        if func in _GETTERS:
             return self._place(func, args)
         return func(*args, **kwargs)
 

@@ -14,6 +14,20 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 # Documented ways to name and to watch operations, in modules with private names.
 __all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
 
+
+class EagerMode(TorchDispatchMode):
+    """A mode over operations of code that is not compiled: torch asks its compiler at each operation otherwise."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def without_functions() -> Any:
+    """Hides operations from modes of functions within this context; for code of a mode that only looks at tensors."""
+    return torch._C.DisableTorchFunction()
+
+
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 """The product of several matrices at a time, which ``torch.nn.functional.grouped_mm`` runs."""
 

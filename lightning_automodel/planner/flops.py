@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fake import fake_device
-from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
+from lightning_automodel._compat.tensors import EagerMode, name_of_operation
 from lightning_automodel._compat.transformers import use_kernels_with_formulas
 from lightning_automodel.modules.structure import find_blocks, text_config
 from lightning_automodel.planner.formulas import formula_of
@@ -154,7 +154,7 @@ def _without_memory() -> Generator[None, None, None]:
         yield
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(EagerMode):
     """Counts forward operations, and those of the backward pass that each will cause."""
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel._compat.fake import group_of, is_wrapper, key_of
-from lightning_automodel._compat.fake_cuda import ASKS_DEVICE
+from lightning_automodel._compat.fake_cuda import ASKS_DEVICE, device_for_kernels
 from lightning_automodel._compat.pytree import tree_leaves
-from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
+from lightning_automodel._compat.tensors import EagerMode, name_of_operation, without_functions
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.planner.formulas import formula_of
 
@@ -90,7 +90,7 @@ class Watched:
         return found
 
 
-class Watch(TorchDispatchMode):
+class Watch(EagerMode):
     """Notes what operations do within this context.
 
     Args:
@@ -186,19 +186,20 @@ class Watch(TorchDispatchMode):
         if is_wrapper(types):
             return NotImplemented
         if func is ASKS_DEVICE:
-            return func(*args)
-        out = func(*args, **(kwargs or {}))
-        if (group := group_of(func, args)) is not None:
-            self._count(func, group, args, out)
-        else:
-            self._work(func, args, kwargs or {}, out)
-        for value in tree_leaves(out):
-            if isinstance(value, Tensor):
-                self._note(value)
+            return device_for_kernels(args)
+        with without_functions():
+            out = func(*args, **(kwargs or {}))
+            if (group := group_of(func, args)) is not None:
+                self._count(func, group, args, out)
+            else:
+                self._work(func, args, kwargs or {}, out)
+            for value in tree_leaves(out):
+                if isinstance(value, Tensor):
+                    self._note(value)
         return out
 
     def _work(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        if any(isinstance(x, Tensor) and x.is_meta for x in args):
+        if any(isinstance(x, Tensor) and x.device.type == "meta" for x in args):
             return
         if (formula := formula_of(func)) is not None:
             self.result.flops[self._phase] += self._times * formula(*args, **kwargs, out_val=out)
