@@ -186,6 +186,15 @@ def run_tool(args: list[str]) -> None:
         raise ValueError(describe_mistake(str(error), [], _TOOLS)) from None
 
 
+def _run_command(given: list[str]) -> None:
+    """Runs a command that is no run, which Ctrl-C ends as it ends other programs."""
+    try:
+        _COMMANDS[given[0]](given[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write(f"lightning-automodel: {given[0]} was interrupted\n")
+        sys.exit(130)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command. A mistake in the configuration ends with its message and exit code 1, on every rank."""
     given = sys.argv[1:] if args is None else list(args)
@@ -194,7 +203,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if given and given[0] in _TOOLS:
             run_tool(given)
         elif given and given[0] in _COMMANDS:
-            _COMMANDS[given[0]](given[1:])
+            _run_command(given)
         else:
             AutomodelCLI(args)
     except MisconfigurationException as error:

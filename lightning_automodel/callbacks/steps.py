@@ -4,6 +4,7 @@ import math
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
@@ -19,6 +20,13 @@ def steps_in_all(trainer: "pl.Trainer") -> float:
         return trainer.estimated_stepping_batches
     except MisconfigurationException:  # micro-batches per step that change from epoch to epoch
         return bound
+
+
+def seconds_left(trainer: "pl.Trainer") -> float:
+    """Return the seconds until ``max_time``, or the timer that ends first, stops the run; ``inf`` without one."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    left = [seconds for timer in timers if (seconds := timer.time_remaining()) is not None]
+    return max(0.0, min(left, default=math.inf))
 
 
 def is_time_to_log(trainer: "pl.Trainer") -> bool:

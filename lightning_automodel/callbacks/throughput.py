@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_automodel.callbacks.clock import DATA, FORWARD_BACKWARD, OPTIMIZER, OTHER, PHASES, Clock, FetchListener
 from lightning_automodel.callbacks.documents import count_documents, documents_of, rows_of
 from lightning_automodel.callbacks.sample import StepProfile
-from lightning_automodel.callbacks.steps import StepCounter, data_group, is_time_to_log, steps_in_all
+from lightning_automodel.callbacks.steps import StepCounter, data_group, is_time_to_log, seconds_left, steps_in_all
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.planner.flops import ModelFlops, Window, count_model, find_model, whole_twin, windows_of
 from lightning_automodel.planner.hardware import TERA, find_hardware, hardware_of
@@ -36,7 +36,7 @@ class Throughput(Callback):
     * ``tflops_per_device`` and ``mfu``: what the model needs (:mod:`lightning_automodel.planner.flops`), by documents
       and windows, without recomputation;
     * ``peak_memory_gib``: the most of any rank since the process began, of CUDA's allocator, or resident;
-    * ``eta_seconds``: to the end of the run at the pace so far, validation included.
+    * ``eta_seconds``: to the end of the run at the pace so far, validation included, or to ``max_time``.
 
     Args:
         peak: FLOP/s of a device, or its name in the planner ("h100"); ``None``: by CUDA's name of it. Without one there
@@ -179,9 +179,9 @@ class Throughput(Callback):
         }
         if self._waited is not None:
             values["seconds_waiting"] = self._waited
-        if self._total < float("inf"):
-            pace = (now - self._begin) / (trainer.global_step - self._begin_step)
-            values["eta_seconds"] = pace * (self._total - trainer.global_step)
+        pace = (now - self._begin) / (trainer.global_step - self._begin_step)
+        if (eta := min(pace * (self._total - trainer.global_step), seconds_left(trainer))) < float("inf"):
+            values["eta_seconds"] = eta
         for name, value in values.items():
             # On the host and as wide as counts are: no device is asked, and no token gets lost.
             module.log(f"train/{name}", torch.tensor(value, dtype=torch.float64))

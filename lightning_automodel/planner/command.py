@@ -1,6 +1,7 @@
 """The subcommand ``plan``: what a run needs, from its YAML file or from switches, without a GPU and without weights."""
 
 import dataclasses
+import warnings
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from jsonargparse import auto_cli
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.mesh import resolve_sizes
-from lightning_automodel.pages import save
+from lightning_automodel.pages import refuse_unwritable, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
 from lightning_automodel.planner.html import plan_page
 from lightning_automodel.planner.plan import Plan, plan
@@ -32,7 +33,9 @@ def plan_command(args: Sequence[str]) -> None:
     level = logger.level
     logger.setLevel("WARNING")  # the stages log what they do, once per layout
     try:
-        auto_cli(_plan, args=_with_prefixes(args), prog="lightning-automodel plan", exit_on_error=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about torch; workers of a search inherit that
+            auto_cli(_plan, args=_with_prefixes(args), prog="lightning-automodel plan", exit_on_error=False)
     except ArgumentError as error:
         raise ValueError(str(error)) from None
     finally:
@@ -102,6 +105,8 @@ def _plan(
     if "model" not in told or "world" not in told:
         raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
     hardware, run = find_hardware(gpu, price), _run_of(told)
+    for path in filter(None, (write, html)):
+        refuse_unwritable(path)
     fitting, others = _search(told["model"], run, hardware) if search else ([plan(told["model"], run, hardware)], [])
     best = fitting[0].run if fitting else None
     if not search:
@@ -111,7 +116,7 @@ def _plan(
         save(html, plan_page(found, ranked, others))
         print(f"The page is written to {html}")
     if write and best is not None:
-        Path(write).write_text(yaml.safe_dump(yaml_of(told["model"], best, hardware.devices), sort_keys=False))
+        save(write, yaml.safe_dump(yaml_of(told["model"], best, hardware.devices), sort_keys=False))
         print(f"The run is written to {write}: lightning-automodel fit --config={write} --data.train_files=...")
 
 

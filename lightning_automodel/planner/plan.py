@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from lightning_automodel.modules.structure import text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
@@ -92,18 +100,27 @@ def plan(model: str | PreTrainedConfig | nn.Module, run: Run, hardware: Hardware
 
 
 def build(model: str | PreTrainedConfig) -> nn.Module:
-    """Make a causal language model on the meta device, from its config alone.
+    """Make a causal language model, or one that reads images and writes text, on the meta device, from its config.
 
     Raises:
-        ValueError: if there is no config of this name.
+        ValueError: if there is no config of this name, or it belongs to another kind of model.
     """
     try:
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"model={model!r} has no config: {str(error).partition(chr(10))[0]}") from error
-    config.use_cache = False
+    config.use_cache = config.get_text_config(decoder=True).use_cache = False
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return _auto_class(config).from_config(config)
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """Find who builds the model that ``CausalLM`` or ``ImageTextLM`` would train."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise ValueError(f"{type(config).__name__}: plan knows models that write text, and those that read images as well")
 
 
 def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
@@ -122,6 +139,8 @@ def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
     words = getattr(config, "vocab_size", None)
     if isinstance(words, int) and words % sizes.tp:
         yield f"tp={sizes.tp} does not divide vocab_size={words}: shards of the vocabulary differ by a row"
+    if type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        yield "rows are of text only: what reads images counts as parameters, and its passes are not planned"
     if sizes.ep > 1:
         yield f"ep={sizes.ep}: routers are planned even; rows, memory and time of experts grow by train/expert_load"
     if found.run.sequence_length % (sizes.tp * sizes.cp * 2):

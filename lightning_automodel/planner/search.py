@@ -8,6 +8,7 @@ replicas of the shards.
 import gc
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -105,6 +106,7 @@ _inherited: list[nn.Module] = []
 
 def _inherit(model: nn.Module) -> None:
     """Be a worker that plays ``model``. What it inherits is never garbage: no play needs to look through it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the process that asked says so, once
     _inherited.append(model)
     gc.freeze()
 
