@@ -2,15 +2,21 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_automodel.callbacks import Health, Throughput, TQDMStepBar
 from lightning_automodel.callbacks.documents import count_documents, documents_of
 from lightning_automodel.callbacks.sample import measure
+from lightning_automodel.callbacks.steps import seconds_left
 from lightning_automodel.planner.flops import count_model, whole_twin
 from lightning_automodel.planner.hardware import HARDWARE, hardware_of
 from lightning_automodel.testing.pool import Pool
@@ -51,6 +57,40 @@ def test_tokens_count_once(pool2: Pool, sizes: dict[str, int], data_size: int) -
             parts = ("data", "forward_backward", "optimizer", "other")
             assert sum(found[f"seconds_{part}"][i] for part in parts) <= seconds * 1.01
         assert found["peak_memory_gib"][-1] > 0
+
+
+def test_the_end_may_be_that_of_a_timer() -> None:
+    timers = [Timer(), Timer({"seconds": 40}), Timer({"hours": 2})]
+    trainer: Any = SimpleNamespace(callbacks=[*timers, Throughput()])
+    for timer in timers:
+        timer.on_train_start(trainer, Mock())
+    assert 30 < seconds_left(trainer) <= 40
+    trainer.callbacks = timers[:1]
+    assert seconds_left(trainer) == float("inf")
+
+
+class Stop(Callback):
+    """Ends a run that only its time bounds."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 3
+
+
+def test_a_run_that_only_its_time_ends() -> None:
+    callback = Throughput()
+    trainer = Trainer(
+        max_time={"minutes": 50},
+        max_epochs=-1,
+        callbacks=[callback, Stop()],
+        log_every_n_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    assert 2900 < callback.logged["eta_seconds"] <= 3000
 
 
 def resumed(directory: Path) -> list[tuple[int, int, list[float]]]:

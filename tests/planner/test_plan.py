@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import yaml
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, ViTConfig
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.cli import main
@@ -143,10 +143,40 @@ def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture
         ([f"--model={model_folder}", "--world=6", "--tp=3"], "tp=3 does not fit"),
         ([f"--model={model_folder}", "--world=6", "--tpp=3"], "tpp"),
         ([f"--model={model_folder}", "--world=6", "--enable-compile=true"], "plan without it"),
+        ([f"--model={model_folder}", "--world=6", "--gpu=h1000"], "use one of a100"),
+        ([f"--model={model_folder}", "--world=6", f"--html={model_folder}"], "it is a folder"),
+        ([f"--model={model_folder}", "--world=6", f"--write={model_folder}/config.json/run.yaml"], "cannot write"),
+        ([f"--model={model_folder.parent}", "--world=6"], "has no config"),
     ):
         with pytest.raises(SystemExit):
             main(["plan", *args])
         assert message in capsys.readouterr().err
+
+
+def test_an_interruption_is_one_line(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["lightning_automodel.planner.command"], "search", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", f"--model={model_folder}", "--world=4", "--search"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "lightning-automodel: plan was interrupted\n"
+
+
+def test_models_that_write_no_text_are_named() -> None:
+    with pytest.raises(ValueError, match="ViTConfig"):
+        build(ViTConfig())
+
+
+def test_a_model_that_reads_images_is_planned_with_its_towers() -> None:
+    run = Run(sizes=resolve_sizes(2), config=FSDP2Config(), sequence_length=32)
+    found = plan(tiny_config("gemma3"), run)
+    assert found.name == "Gemma3ForConditionalGeneration"
+    assert any("vision" in name for name, _ in found.watched.parameters)
+    assert any("rows are of text only" in warning for warning in found.warnings)
 
 
 @pytest.mark.long
