@@ -18,12 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
@@ -46,6 +41,7 @@ from lightning_automodel._compat.fake_cuda import (
     told_to_autograd,
     without_cuda,
 )
+from lightning_automodel._compat.fake_shapes import Shapes
 from lightning_automodel._compat.tensors import EagerMode
 
 aten = torch.ops.aten
@@ -130,7 +126,7 @@ def fake_device(device_type: str) -> Generator[None, None, None]:
         if device_type == "cuda":
             stack.enter_context(without_cuda())
         stack.enter_context(_Surface(device_type))
-        stack.enter_context(_Shapes(allow_non_fake_inputs=True))
+        stack.enter_context(Shapes(allow_non_fake_inputs=True))
         stack.enter_context(_Route(device_type))
         yield
 
@@ -150,40 +146,6 @@ def _as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
 
 
 # ---- which operations have memory ------------------------------------------------------------------------------------
-
-
-class _Shapes(FakeTensorMode):
-    """torch's mode, quicker where all shapes are numbers: it remembers operations by what dense tensors have.
-
-    Nearly all operations of a model with several alike layers are remembered, so this is what most of the time goes to.
-    """
-
-    def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]) -> None:
-        result.append((type(args), len(args)))
-        if isinstance(args, dict):
-            result += args
-            args = args.values()
-        for arg in args:
-            if isinstance(arg, FakeTensor) and arg.constant is None and arg.layout is torch.strided:
-                result += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device)
-                result += (arg.untyped_storage().nbytes(), arg.requires_grad, arg.is_conj(), arg.is_neg())
-            elif isinstance(arg, list | tuple | dict):
-                self._prep_args_for_hash(result, arg, state, id_hashed_objects)
-            else:
-                super()._prep_args_for_hash(result, [arg], state, id_hashed_objects)
-
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        known = entry.metadata
-        if known is None or known.is_conj or known.is_neg:
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        storage = args[entry.view_idx].untyped_storage() if func.is_view else None
-        with in_kernel_invocation_manager(self):
-            found = torch.empty_strided(
-                known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
-            )
-            if storage is not None:
-                found.set_(storage, known.storage_offset, known.shape, known.stride)
-        return FakeTensor(self, found, known.device)
 
 
 class _Route(EagerMode):

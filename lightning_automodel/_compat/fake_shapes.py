@@ -1,0 +1,40 @@
+"""Private names of torch for a memory of operations on tensors without memory that costs less than torch's own."""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+
+class Shapes(FakeTensorMode):
+    """torch's mode, quicker where all shapes are numbers: it remembers operations by what dense tensors have.
+
+    Nearly all operations of a model with several alike layers are remembered, so this is what most of the time goes to.
+    """
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]) -> None:
+        result.append((type(args), len(args)))
+        if isinstance(args, dict):
+            result += args
+            args = args.values()
+        for arg in args:
+            if isinstance(arg, FakeTensor) and arg.constant is None and arg.layout is torch.strided:
+                result += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device)
+                result += (arg.untyped_storage().nbytes(), arg.requires_grad, arg.is_conj(), arg.is_neg())
+            elif isinstance(arg, list | tuple | dict):
+                self._prep_args_for_hash(result, arg, state, id_hashed_objects)
+            else:
+                super()._prep_args_for_hash(result, [arg], state, id_hashed_objects)
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        known = entry.metadata
+        if known is None or known.is_conj or known.is_neg:
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        storage = args[entry.view_idx].untyped_storage() if func.is_view else None
+        with in_kernel_invocation_manager(self):
+            found = torch.empty_strided(
+                known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
+            )
+            if storage is not None:
+                found.set_(storage, known.storage_offset, known.shape, known.stride)
+        return FakeTensor(self, found, known.device)
