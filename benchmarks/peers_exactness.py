@@ -23,7 +23,7 @@ from tests.support.families import image_text_families
 SECONDS = 120.0  # for one call; what waits for ever then is an error of its family
 SMOKE = ("llama",)
 NO_PLAN = "has no `tp_plan`"
-INTRODUCTION = f"""# Peers
+INTRODUCTION = f"""# transformers' own sharding
 
 What transformers' own tensor parallelism gives, on two CPU ranks, with
 
@@ -69,10 +69,13 @@ def page(store: Store) -> str:
     """The page: totals, then a row for each family that has a plan there, those that read images apart."""
     images = image_text_families()
     planned = {name: family for name, family in store.families.items() if _has_plan(family)}
-    parts = [INTRODUCTION, configuration(store), f"All {len(planned)} families: {totals(planned, PEERS)}\n"]
+    missing = len(set(all_families()) - store.families.keys())
+    rest = f" Not asked yet: {missing} model types, with a plan or without." if missing else ""
+    parts = [INTRODUCTION, configuration(store), f"{len(planned)} families: {totals(planned, PEERS)}{rest}\n"]
     for title, with_images in {"Causal language models": False, "Models that read images": True}.items():
         found = {name: family for name, family in planned.items() if (name in images) == with_images}
-        parts.append(f"## {title}\n\n{totals(found, PEERS)}\n\n{table(found, PEERS)}\n")
+        if found:
+            parts.append(f"## {title}\n\n{totals(found, PEERS)}\n\n{table(found, PEERS)}\n")
     return "\n".join(parts)
 
 

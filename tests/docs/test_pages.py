@@ -44,15 +44,27 @@ def test_commands_name_files_and_modules_that_are_there(block: Block) -> None:
             assert (ROOT / name).exists(), command
 
 
+def test_modules_and_targets_that_pages_name_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in pages():
+        text = page.read_text()
+        for module in re.findall(r"python -m ((?:examples|benchmarks|tests)[\w.]*\w)", text):
+            assert importlib.util.find_spec(module) is not None, f"{page.name}: {module}"
+        named = set(re.findall(r"`make ([a-z-]+)", text))
+        assert named <= targets, page.name
+
+
 def test_figures_of_the_first_page_stand_on_the_pages_that_it_names() -> None:
     text = (ROOT / "README.md").read_text()
     overhead, loading = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("overhead", "loading"))
-    families = (ROOT / "docs" / "families.md").read_text()
+    families, peers, others = (
+        (ROOT / "docs" / f"{name}.md").read_text() for name in ("families", "peers_exactness", "coming_from")
+    )
     shown = re.findall(r"\d+ of \d+|\d\.\d+", text[text.index("| | here") : text.index("Measured on CPU")])
     assert len(shown) >= 8
     groups = re.findall(r"^tp=2: (\d+) of (\d+) exact; tp=2, 2 micro", families, re.MULTILINE)
     exact, compared = (sum(map(int, column)) for column in zip(*groups, strict=True))
-    families += f"{exact} of {compared}"
+    families += f"{exact} of {compared}" + peers + others
     rounded = [f"{float(x):.1f}" for x in re.findall(r"\d+\.\d+", overhead)]
     for figure in shown:
         assert figure in families or figure in loading or figure in overhead or figure in rounded, figure
