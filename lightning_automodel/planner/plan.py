@@ -111,7 +111,7 @@ def build(model: str | PreTrainedConfig) -> nn.Module:
         raise ValueError(f"model={model!r} has no config: {str(error).partition(chr(10))[0]}") from error
     config.use_cache = config.get_text_config(decoder=True).use_cache = False
     with torch.device("meta"):
-        return _auto_class(config).from_config(config)
+        return _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
