@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 __all__ = ["set_sampler_epoch"]  # tells loaders the epoch as the fit loop does; not exported
 
+_COUNTS = ("ready", "started", "processed", "completed")
+
 
 @dataclass(frozen=True)
 class EpochPosition:
@@ -40,6 +42,40 @@ def position_in_epoch(trainer: Trainer) -> EpochPosition:
     return EpochPosition(epoch.ready - 1, through)
 
 
+def end_epoch(trainer: Trainer) -> None:
+    """Tells a trainer whose checkpoint was saved behind the last batch of an epoch that the epoch has ended.
+
+    Lightning compares the batches that are through with those of an epoch of this run: with more of them (fewer data
+    ranks, smaller batches) it would begin the next epoch in its middle.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if progress.is_last_batch:
+        _before_reset(trainer, lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
+
+
+def _count_on(trainer: Trainer, batches: float) -> None:
+    if 0 < batches < float("inf"):
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        for field in _COUNTS:
+            setattr(current, field, getattr(current, field) + int(batches))
+
+
+def _before_reset(trainer: Trainer, call: Callable[[], None], mutes: str | None = None) -> None:
+    """Calls ``call``, once, before the loop of an epoch looks at its counts; a warning of it can be muted."""
+    loop = trainer.fit_loop.epoch_loop
+    reset = loop.reset
+
+    def prepared() -> None:
+        vars(loop).pop("reset")
+        call()
+        with warnings.catch_warnings():
+            if mutes is not None:
+                warnings.filterwarnings("ignore", mutes)
+            reset()
+
+    vars(loop)["reset"] = prepared
+
+
 def set_batches_through(trainer: Trainer, through: int, is_known: bool) -> None:
     """Tells a trainer that is about to go on in an epoch how many batches of it are through.
 
@@ -52,20 +88,11 @@ def set_batches_through(trainer: Trainer, through: int, is_known: bool) -> None:
     loop = trainer.fit_loop.epoch_loop
     batch: Any = loop.batch_progress.current
     done = position_in_epoch(trainer).batches
-    for field in ("ready", "started", "processed", "completed"):
+    for field in _COUNTS:
         setattr(batch, field, getattr(batch, field) + through - done)
     loop.batch_progress.is_last_batch = False  # the last one may have begun, and failed
-    if not is_known:
-        return
-    reset = loop.reset
-
-    def quiet_reset() -> None:
-        vars(loop).pop("reset")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-            reset()
-
-    vars(loop)["reset"] = quiet_reset
+    if is_known:
+        _before_reset(trainer, lambda: None, "You're resuming from a checkpoint that ended before the epoch ended")
 
 
 def before_first_batch(trainer: Trainer, prepare: Callable[[CombinedLoader], None]) -> None:

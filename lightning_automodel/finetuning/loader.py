@@ -31,9 +31,11 @@ class EpochShuffle(RandomSampler):
 class ResumableLoader(DataLoader):
     """Knows how many batches of the epoch are through, and after a resume goes on behind them.
 
-    Lightning saves and restores the state of a loader that has these two methods.
+    Lightning saves and restores the state of a loader that has ``state_dict`` and ``load_state_dict``. A count does not
+    say what a batch was: a strategy that does goes on behind the samples, also with other sizes (``counts_batches``).
     """
 
+    counts_batches = True
     _done = 0
     _skip = 0
 
@@ -44,6 +46,11 @@ class ResumableLoader(DataLoader):
             batches = super().__iter__()
             for _ in islice(batches, skip):
                 pass
+        yield from self.counted(batches, skip)
+
+    def counted(self, batches: Iterator[Any], done: int) -> Iterator[Any]:
+        """Hand out ``batches``, of an epoch of which ``done`` are through."""
+        self._done = done
         for batch in batches:
             self._done += 1
             yield batch

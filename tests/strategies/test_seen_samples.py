@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
 from lightning_automodel import DDPStrategy
+from lightning_automodel.finetuning.loader import ResumableLoader
 from lightning_automodel.strategies.data.samplers import share_of_sampler
 from lightning_automodel.strategies.data.seen_samples import RestOfOrder
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -90,6 +91,8 @@ def data_of(kind: str, size: int) -> Any:
     match kind:
         case "shuffled":
             return loader(23, size, shuffle=True)
+        case "counted":
+            return ResumableLoader(loader(23).dataset, batch_size=size, shuffle=True)
         case "workers":
             return loader(24, size, shuffle=True, num_workers=1)
         case "subset":
@@ -133,6 +136,7 @@ def kinds(path: Path, everything: bool) -> dict[str, Any]:
     if not everything:
         return found
     found["shuffled"] = both(path, "shuffled", 8)
+    found["counted"] = both(path, "counted", 8)
     found["workers"] = both(path, "workers", 9)
     found["growing"] = both(path, "growing", 15)
     found["sized stream"] = both(path, "sized stream", 4, limit_train_batches=5)
@@ -156,7 +160,7 @@ def steps_of(*arguments: Any, **settings: Any) -> list[Step]:
     return record(*arguments, **settings).steps
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("shuffled", 23), ("stream", 24)])
+@pytest.mark.parametrize(("kind", "rows"), [("shuffled", 23), ("counted", 23), ("stream", 24)])
 def test_other_sizes_see_each_sample_once(nursery: Nursery, pool2: Pool, kind: str, rows: int, tmp_path: Path) -> None:
     """Two ranks with batches of 2, then one with batches of 5, then two with batches of 1."""
     one = Pool(nursery, 1)
@@ -170,3 +174,17 @@ def test_other_sizes_see_each_sample_once(nursery: Nursery, pool2: Pool, kind: s
     assert [row for *_, seen in second for row in seen] == order[12:]
     assert [len(seen) for *_, seen in second] == [5, 5, rows - 22]
     assert [row for steps in zip(*third, strict=True) for *_, seen in steps for row in seen] == order[17:23]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "counted"])
+def test_an_epoch_that_has_ended_is_not_begun_in_its_middle(
+    nursery: Nursery, pool2: Pool, kind: str, tmp_path: Path
+) -> None:
+    """Saved behind the last of 6 batches on two ranks; one rank has 12 of the same size."""
+    pool2.run(steps_of, kind, tmp_path / "a", 2, 6, None, max_epochs=1, trainer=True)
+    one = Pool(nursery, 1)
+    whole = one.run(steps_of, kind, tmp_path / "x", 2, None, None, max_epochs=2, trainer=True)[0]
+    again = one.run(steps_of, kind, tmp_path / "b", 2, None, tmp_path / "a", max_epochs=2, trainer=True)[0]
+    assert [step[0] for step in again] == [1] * 12
+    assert [seen for *_, seen in again] == [seen for *_, seen in whole[12:]]
+    assert [batch for _, batch, *_ in again] == list(range(12))

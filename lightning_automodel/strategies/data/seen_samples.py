@@ -13,7 +13,8 @@ map-style, with the sampler that the trainer put in   behind the samples, which 
 iterable, divided by the trainer, up to one worker    behind the samples, which are read and dropped
 iterable, more workers; an order or a division of     behind as many batches, if batch size, data ranks and workers
 the user's own that is the same in every run          are those of the checkpoint; else about there, with a warning
-with ``state_dict`` and ``load_state_dict``           where its own state says
+with ``state_dict`` and ``load_state_dict``           where its own state says; behind the samples, as above, if that
+                                                      state is a number of batches (``counts_batches``)
 what else there is                                    with the first batches, with Lightning's warning
 ====================================================  ==============================================================
 """
@@ -32,6 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from lightning_automodel._compat.lightning import uses_distributed_sampler
 from lightning_automodel._compat.progress import (
     cycles,
+    end_epoch,
     is_stateful,
     position_in_epoch,
     set_batches_through,
@@ -129,6 +131,8 @@ class SeenSamples:
         loaders, limits = combined.flattened, combined.limits or []
         for loader in loaders:
             set_sampler_epoch(loader, position.epoch)  # now: workers ask for the order before the epoch begins
+        if not position.batches:
+            end_epoch(trainer)
         if not position.batches or len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
@@ -138,34 +142,50 @@ class SeenSamples:
                 surplus = self._saved["surplus"][i]
                 rest = _find_rest(loader, old, new, position.batches, surplus, rank, uses_distributed_sampler(trainer))
                 rests.update({i: _counted(*rest, new, position.batches, limits[i])} if rest is not None else {})
+                if rest is not None and _counts_batches(loader):
+                    for one in (loader, rest[0]):
+                        one.load_state_dict({"batches": 0})  # what it counted is not there any more
         longest = max(rests, key=lambda i: limits[i], default=None)
         through = position.batches if longest is None else rests[longest].through
         self._surplus = {position.epoch: [_surplus(rests.get(i), through) for i in range(len(loaders))]}
         is_known = all(i in rests or is_stateful(loader) for i, loader in enumerate(loaders))
         set_batches_through(trainer, through, is_known)
         combined.flattened = [
-            resumed(loader, rests[i].loader) if i in rests else loader for i, loader in enumerate(loaders)
+            resumed(loader, rests[i].loader, rests[i].through) if i in rests else loader
+            for i, loader in enumerate(loaders)
         ]
 
 
-def resumed(loader: DataLoader, rest: Iterable) -> DataLoader:
-    """Returns a loader with the class and all attributes of ``loader``, whose first pass is that of ``rest``."""
+def resumed(loader: DataLoader, rest: Iterable, through: int) -> DataLoader:
+    """Returns a loader with the class and all attributes of ``loader``, whose first pass is that of ``rest``.
+
+    Args:
+        loader: of whole epochs.
+        rest: what is left of the first one.
+        through: batches of that which are not.
+    """
     result, kind = copy.copy(loader), type(loader)
     names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
     result.__class__ = type(kind.__name__, (_Resumed, kind), names)
-    vars(result).update(_rest=rest, _iterator=None)
+    vars(result).update(_rest=rest, _through=through, _iterator=None)
     return result
 
 
 class _Resumed(DataLoader):
     _rest: Iterable | None = None
+    _through = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rest, self._rest = self._rest, None
         if rest is None:
             return super().__iter__()
         with isolate_rng(include_cuda=False):  # what a pass draws when it begins, this epoch has drawn
-            return iter(rest)
+            batches = iter(rest)
+        return self.counted(batches, self._through) if _counts_batches(self) else batches  # type: ignore[attr-defined]
+
+
+def _counts_batches(loader: object) -> bool:
+    return getattr(loader, "counts_batches", False)
 
 
 class Behind:
@@ -208,7 +228,7 @@ class RestOfOrder:
 
 
 def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:
-    is_plain = isinstance(loader, DataLoader) and not is_stateful(loader)
+    is_plain = isinstance(loader, DataLoader) and (not is_stateful(loader) or _counts_batches(loader))
     return Batches.of(loader, data_ranks, is_cycled) if is_plain else None
 
 
