@@ -81,7 +81,7 @@ def watched_step(
         accumulation: micro-batches of the step.
         clips: whether gradients are clipped by their norm.
         defers: whether gradients are reduced with the last micro-batch only.
-        ends: blocks at both ends whose memory is told apart.
+        ends: blocks at both ends whose memory is told apart; of one, the others are a place together.
         abridges: whether few blocks of rows stand for all in the loss; only where tensors have no values.
     """
     watch = Watch(mesh.device_type, axes_of_groups(mesh))
@@ -137,7 +137,8 @@ def _say_where(model: nn.Module, watch: Watch, ends: int) -> list[RemovableHandl
 
     handles = []
     for i, block in enumerate(blocks):
-        place = f"block {i}" if i < ends else f"block {i - len(blocks)}" if i >= len(blocks) - ends else None
+        between = "between" if ends == 1 else None  # units are gathered two ahead: two of each end have them all
+        place = f"block {i}" if i < ends else f"block {i - len(blocks)}" if i >= len(blocks) - ends else between
         enter, leave = say(place)
         handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
     handles += [b.register_forward_hook(lambda *_: watch.enter(HEAD, after=FORWARD)) for b in blocks[-1:]]

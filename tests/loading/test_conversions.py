@@ -150,6 +150,7 @@ def test_initialization_sees_the_values_of_one_device(sizes: dict[str, int], poo
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_family_reads_and_writes_its_weights(world: int, nursery: Nursery) -> None:
     planned = set(causal_families())

@@ -221,7 +221,8 @@ def test_the_search_finds_what_playing_every_layout_finds(
     assert any("ep=2" in name_of(one.run) for one in fitting) == (family == "qwen3_moe")
     for one, other in zip(fitting, expected, strict=True):
         assert one.estimate.speed == pytest.approx(other.estimate.speed, rel=0.01)
-        assert one.peak == pytest.approx(other.peak, rel=0.01)
+        # One and two rows are played. With more the peak may be at another moment: of less in a model of some size.
+        assert one.peak == pytest.approx(other.peak, rel=1e-3 if one.run.micro_batch <= 2 else 0.02)
 
 
 def test_few_blocks_of_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_no_process_outlives_a_killed_pytest(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from lightning_automodel.testing.pool import Nursery, Pool\n"
-        "from lightning_automodel.testing.test_pool import hang_with_child\n"
+        "from tests.testing.test_pool import hang_with_child\n"
         f"Pool(Nursery(), 2).run(hang_with_child, directory=Path({str(pid_files)!r}))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)})
