@@ -6,11 +6,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.callbacks import TQDMStepBar
 from lightning_automodel.finetuning import CausalLM, TextDataModule, WarmupCosine
 from lightning_automodel.finetuning.loader import ResumableLoader
 from lightning_automodel.testing.pool import Pool
@@ -72,7 +73,14 @@ def test_fit_logs_what_a_run_is_judged_by(model_dir: Path, tmp_path: Path) -> No
     assert {"train/loss", "train/tokens", "lr", "val/loss", "val/perplexity"} <= set(logged)
     tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in _batches()]
     assert logged["train/tokens"] == sum(tokens)
-    assert {"train/loss", "lr"} <= set(trainer.progress_bar_metrics)
+    assert not {"train/loss", "lr"} & set(trainer.progress_bar_metrics)  # no bar: nothing is read after every batch
+
+
+@pytest.mark.parametrize(("bar", "is_shown"), [(TQDMProgressBar(), True), (TQDMStepBar(), False)])
+def test_lightnings_bars_show_the_loss(model_dir: Path, tmp_path: Path, bar: ProgressBar, is_shown: bool) -> None:
+    trainer = _trainer(tmp_path, enable_progress_bar=True, callbacks=[bar], max_steps=1)
+    trainer.fit(CausalLM(str(model_dir)), _loader(_batches()))
+    assert ({"train/loss", "lr"} <= set(trainer.progress_bar_metrics)) == is_shown  # our bar reads what is logged
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(model_dir: Path, tmp_path: Path) -> None:
