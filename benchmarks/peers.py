@@ -60,7 +60,7 @@ def main() -> None:
 
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
-    first, step = ([tables[0].number(way, FIGURES[key]) for way in (OURS, HF)] for key in ("first", "step"))
+    first, step = ([tables[0].number(way, f"{FIGURES[key]}, s") for way in (OURS, HF)] for key in ("first", "step"))
     return (
         f"full fine-tuning on two data ranks: first step after {first[0]:.0f} s ({HF}: {first[1]:.0f} s), "
         f"a step in {step[0] / step[1]:.2f} of its time"
