@@ -6,6 +6,7 @@ Writes docs/loading.md.
 import importlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -70,15 +71,18 @@ def measure(directory: str, variant: str) -> dict[str, float]:
     """On one rank, in bytes and seconds."""
     read = count_bytes()
     dist.barrier()
+    before = time.process_time()
     with Memory().measured() as memory:
         model = VARIANTS[variant](directory)
         for parameter in model.parameters():
             local_tensor(parameter).add_(0)  # until it is written to, a tensor on the CPU may be a view of the file
+        processor = time.process_time() - before
         dist.barrier()
     parts = [local_tensor(parameter).nbytes for parameter in model.parameters()]
     whole = [p.numel() * p.element_size() for p in model.parameters()]
     return {
         "seconds": memory.seconds,
+        "processor": processor,
         "own": memory.own,
         "resident": memory.resident,
         "bytes": read() or sum(whole),
@@ -156,14 +160,14 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
         "Megatron-FSDP shards parameters that have their values: a rank reads its slices of tp, and keeps its share of",
         "them afterwards.",
         "",
-        "| | seconds | own memory, peak | resident, peak | resident / (share + largest) | bytes read / share |",
-        "|---|---|---|---|---|---|",
+        "| | seconds | of the processor | own memory, peak | resident, peak | resident / (share + largest) | bytes read / share |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, values in rounds.items():
         cell = medians(values)
         bound = cell["share"] + cell["largest"]
         result.append(
-            f"| {name} | {cell['seconds']:.2f} | {cell['own'] / GB:.3f} GB | {cell['resident'] / GB:.3f} GB | "
+            f"| {name} | {cell['seconds']:.2f} | {cell['processor']:.2f} | {cell['own'] / GB:.3f} GB | {cell['resident'] / GB:.3f} GB | "
             f"{cell['resident'] / bound:.2f} | {cell['bytes'] / cell['share']:.2f} |"
         )
     return result

@@ -24,6 +24,7 @@ from benchmarks._measure import describe_machine
 from benchmarks._page import Page, Table
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.training import make_trainer
 
 LAYERS, RANKS, AT = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8), 16
 WARM, STEPS, LENGTH, VOCABULARY = 3, 7, 16, 64
@@ -106,7 +107,7 @@ def milliseconds(nursery: Nursery, way: str | None, layers: int, ranks: int, rou
 
 def measure(way: str | None, layers: int, ranks: int) -> float:
     """Seconds of this thread in a step: the median."""
-    times = in_a_loop(layers) if way is None else in_a_trainer(WAYS[way](ranks), layers, ranks)
+    times = in_a_loop(layers) if way is None else in_a_trainer(WAYS[way](ranks), layers)
     return median([after - before for before, after in pairwise(times)][WARM:])
 
 
@@ -161,17 +162,9 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def in_a_trainer(strategy: Strategy, layers: int, ranks: int) -> list[float]:
+def in_a_trainer(strategy: Strategy, layers: int) -> list[float]:
     module = Module(layers)
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        **dict.fromkeys(quiet, False),  # type: ignore[arg-type]
-    )
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, DataLoader([make_batch()] * (WARM + STEPS + 1), batch_size=None))  # type: ignore[arg-type]
     return module.times
 

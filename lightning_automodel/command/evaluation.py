@@ -10,10 +10,10 @@ import torch
 
 from lightning_automodel.command.mistakes import proposal
 from lightning_automodel.command.trained import make_trainer, opened
-from lightning_automodel.command.writable import check_folder
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
 from lightning_automodel.finetuning.sources import find_sources
+from lightning_automodel.pages import check_folder
 
 
 def evaluate(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from lightning_automodel.command.writable import check_folder
 from lightning_automodel.distributed.logs import log
+from lightning_automodel.pages import check_folder
 
 Row = dict[str, Any]
 

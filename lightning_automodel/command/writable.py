@@ -1,15 +1,12 @@
 """Finds paths that cannot be written before time is spent on what would be written there."""
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from lightning_automodel.command.quiet import is_first_process
+from lightning_automodel.pages import check_folder
 
 
 def refuse_unwritable(trainer: L.Trainer, data: Any) -> None:
@@ -30,32 +27,3 @@ def _folders(trainer: L.Trainer, data: Any) -> Iterator[tuple[str, Any]]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         yield f"dirpath of {type(callback).__name__}", getattr(callback, "dirpath", None)
     yield "--data.cache_dir", getattr(data, "cache_dir", None)
-
-
-def check_folder(setting: str, folder: str | Path | None) -> None:
-    """Writes and removes a file in ``folder``, or in what is there of it. Passes URLs.
-
-    Raises:
-        ValueError: naming ``setting``, the folder and the reason.
-    """
-    if folder is None or "://" in str(folder):
-        return
-    path = Path(folder).expanduser().absolute()
-    made: list[Path] = []
-    try:
-        for part in [*reversed(path.parents), path]:
-            if not part.exists():
-                part.mkdir()
-                made.append(part)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(f"{setting}={folder}: nothing can be written there ({error.strerror})") from None
-    finally:
-        for part in reversed(made):
-            _remove_if_empty(part)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another process writes there by now
-        os.rmdir(folder)

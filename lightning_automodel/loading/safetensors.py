@@ -108,7 +108,7 @@ class FileSlice:
         last = max(dim for dim, size in enumerate(self._shape) if sizes[dim] < size)
         between = (self._shape[last] - sizes[last]) * math.prod(self._shape[last + 1 :]) * self._dtype.itemsize
         if last > 0 and between <= _NEAR:
-            return self._read_by_rows(spans, sizes)
+            return self._read_by_rows(spans, sizes, last)
         return self._read(spans, sizes, last)
 
     def _read(self, spans: list[Span], sizes: list[int], last: int) -> Tensor:
@@ -123,18 +123,21 @@ class FileSlice:
             _read_into(self._bytes.fileno(), target[begin : begin + length], first + sum(offsets))
         return result.view(self._dtype).view(sizes)
 
-    def _read_by_rows(self, spans: list[Span], sizes: list[int]) -> Tensor:
-        """Reads whole rows, some at a time into the same memory, and copies out of them."""
+    def _read_by_rows(self, spans: list[Span], sizes: list[int], last: int) -> Tensor:
+        """Reads rows along dimension ``last`` whole, some at a time into the same memory, and copies out of them."""
         result = torch.empty(sizes, dtype=self._dtype)
-        box = tuple(slice(*span) for span in spans[1:])
-        (first, stop), row = spans[0], math.prod(self._shape[1:]) * self._dtype.itemsize
-        count = min(max(1, _BLOCK // max(1, row)), max(1, stop - first))
-        block = torch.empty((count, *self._shape[1:]), dtype=self._dtype)
+        strides = [math.prod(self._shape[dim + 1 :]) * self._dtype.itemsize for dim in range(last)]
+        (start, end), (first, stop) = spans[last], spans[last - 1]
+        count = min(max(1, _BLOCK // max(1, strides[-1])), max(1, stop - first))
+        block = torch.empty((count, *self._shape[last:]), dtype=self._dtype)
         target = block.flatten().view(torch.uint8).numpy().data
-        for begin in range(first, stop, count):
-            rows = min(count, stop - begin)
-            _read_into(self._bytes.fileno(), target[: rows * row], self._start + begin * row)
-            result[begin - first : begin - first + rows] = block[(slice(rows), *box)]
+        outer = itertools.product(*(range(*span) for span in spans[: last - 1]))
+        for place, part in zip(outer, result.flatten(0, last - 1).split(max(1, stop - first)), strict=False):
+            offset = self._start + sum(i * stride for i, stride in zip(place, strides, strict=False))
+            for begin in range(first, stop, count):
+                rows = min(count, stop - begin)
+                _read_into(self._bytes.fileno(), target[: rows * strides[-1]], offset + begin * strides[-1])
+                part[begin - first : begin - first + rows] = block[:rows, start:end]
         return result
 
 

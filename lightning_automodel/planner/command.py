@@ -13,7 +13,7 @@ from jsonargparse import auto_cli
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.mesh import resolve_sizes
-from lightning_automodel.pages import refuse_unwritable, save
+from lightning_automodel.pages import check_folder, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
 from lightning_automodel.planner.html import plan_page
 from lightning_automodel.planner.plan import Plan, plan
@@ -105,8 +105,9 @@ def _plan(
     if "model" not in told or "world" not in told:
         raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
     hardware, run = find_hardware(gpu, price), _run_of(told)
-    for path in filter(None, (write, html)):
-        refuse_unwritable(path)
+    for setting, path in (("--write", write), ("--html", html)):
+        if path is not None:
+            _check_file(setting, path)
     fitting, others = _search(told["model"], run, hardware) if search else ([plan(told["model"], run, hardware)], [])
     best = fitting[0].run if fitting else None
     if not search:
@@ -118,6 +119,12 @@ def _plan(
     if write and best is not None:
         save(write, yaml.safe_dump(yaml_of(told["model"], best, hardware.devices), sort_keys=False))
         print(f"The run is written to {write}: lightning-automodel fit --config={write} --data.train_files=...")
+
+
+def _check_file(setting: str, path: str) -> None:
+    if Path(path).is_dir():
+        raise ValueError(f"{setting}={path} is a folder; give the name of a file")
+    check_folder(setting, Path(path).parent)
 
 
 def _search(model: str, run: Run, hardware: Hardware) -> tuple[list[Plan], list[Rejected]]:

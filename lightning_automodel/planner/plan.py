@@ -120,7 +120,10 @@ def _auto_class(config: PreTrainedConfig) -> Any:
         return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
-    raise ValueError(f"{type(config).__name__}: plan knows models that write text, and those that read images as well")
+    raise ValueError(
+        f"{type(config).__name__}: plan builds models that write text, and those that read images as well; build another "
+        "one on the meta device, and give it to lightning_automodel.planner.plan(model, run)"
+    )
 
 
 def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
@@ -139,7 +142,7 @@ def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
     words = getattr(config, "vocab_size", None)
     if isinstance(words, int) and words % sizes.tp:
         yield f"tp={sizes.tp} does not divide vocab_size={words}: shards of the vocabulary differ by a row"
-    if type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if type(getattr(model, "config", None)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         yield "rows are of text only: what reads images counts as parameters, and its passes are not planned"
     if sizes.ep > 1:
         yield f"ep={sizes.ep}: routers are planned even; rows, memory and time of experts grow by train/expert_load"

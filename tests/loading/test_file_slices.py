@@ -58,6 +58,7 @@ def test_boxes_are_those_of_the_tensor(file: SlicedFile, name: str) -> None:
         ("matrix", (slice(100, 200), slice(550, 1100)), 2.0),  # parts of 2,200 bytes: whole rows, too
         ("wide", (slice(10, 20), slice(0, 4000)), 1.0),
         ("experts", (slice(0, 3), slice(10, 20)), 1.0),
+        ("experts", (slice(0, 3), slice(10, 20), slice(0, 400)), 2.0),  # and no rows of the other 30
         ("narrow", (slice(0, 6000), slice(0, 5)), 2.0),  # parts of 40 bytes: whole rows are read
     ],
 )

@@ -145,7 +145,10 @@ def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture
         ([f"--model={model_folder}", "--world=6", "--enable-compile=true"], "plan without it"),
         ([f"--model={model_folder}", "--world=6", "--gpu=h1000"], "use one of a100"),
         ([f"--model={model_folder}", "--world=6", f"--html={model_folder}"], "it is a folder"),
-        ([f"--model={model_folder}", "--world=6", f"--write={model_folder}/config.json/run.yaml"], "cannot write"),
+        (
+            [f"--model={model_folder}", "--world=6", f"--write={model_folder}/config.json/run.yaml"],
+            "nothing can be written there",
+        ),
         ([f"--model={model_folder.parent}", "--world=6"], "has no config"),
     ):
         with pytest.raises(SystemExit):
