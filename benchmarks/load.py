@@ -160,14 +160,16 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
         "Megatron-FSDP shards parameters that have their values: a rank reads its slices of tp, and keeps its share of",
         "them afterwards.",
         "",
-        "| | seconds | of the processor | own memory, peak | resident, peak | resident / (share + largest) | bytes read / share |",
+        "| | seconds | of the processor | own memory, peak | resident, peak | resident / (share + largest) | "
+        "bytes read / share |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, values in rounds.items():
         cell = medians(values)
         bound = cell["share"] + cell["largest"]
         result.append(
-            f"| {name} | {cell['seconds']:.2f} | {cell['processor']:.2f} | {cell['own'] / GB:.3f} GB | {cell['resident'] / GB:.3f} GB | "
+            f"| {name} | {cell['seconds']:.2f} | {cell['processor']:.2f} | {cell['own'] / GB:.3f} GB | "
+            f"{cell['resident'] / GB:.3f} GB | "
             f"{cell['resident'] / bound:.2f} | {cell['bytes'] / cell['share']:.2f} |"
         )
     return result

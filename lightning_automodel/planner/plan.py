@@ -121,8 +121,8 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise ValueError(
-        f"{type(config).__name__}: plan builds models that write text, and those that read images as well; build another "
-        "one on the meta device, and give it to lightning_automodel.planner.plan(model, run)"
+        f"{type(config).__name__}: plan builds models that write text, and those that read images as well; build "
+        "another on the meta device, and give it to lightning_automodel.planner.plan(model, run)"
     )
 
 

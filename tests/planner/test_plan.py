@@ -144,7 +144,7 @@ def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture
         ([f"--model={model_folder}", "--world=6", "--tpp=3"], "tpp"),
         ([f"--model={model_folder}", "--world=6", "--enable-compile=true"], "plan without it"),
         ([f"--model={model_folder}", "--world=6", "--gpu=h1000"], "use one of a100"),
-        ([f"--model={model_folder}", "--world=6", f"--html={model_folder}"], "it is a folder"),
+        ([f"--model={model_folder}", "--world=6", f"--html={model_folder}"], "is a folder; give the name of a file"),
         (
             [f"--model={model_folder}", "--world=6", f"--write={model_folder}/config.json/run.yaml"],
             "nothing can be written there",
