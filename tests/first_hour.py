@@ -3,43 +3,31 @@
     readme      the command lines of README.md, copied from it (the quickstart is the first), and its program
     examples    every example, for a few steps
     mistakes    wrong commands: one line that says what is wrong, the last one, exit code 1, in time
-    pages       the programs of docs/; its links and all other blocks of code are tests (tests/docs)
+    pages       the command lines of docs/, page by page; its programs and all other blocks are tests (tests/docs)
 
-Placeholders of the README (a model, files, a number of GPUs) are replaced as ``READ_AS`` says; nothing else is changed.
+Placeholders (a model, files, a number of GPUs) are replaced as ``tests/support/placeholders.py`` says, which also lists
+the lines that do not run, with the reason; nothing else is changed.
 What is not committed is not in the clone. Ends with exit code 1 if a step failed.
 """
 
 import argparse
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from tests.support.documents import ROOT, Block, blocks, command_lines, unbound
+from tests.support.documents import ROOT, blocks
+from tests.support.placeholders import command_read_as, commands_that_run, read_as
 
-READ_AS = {
-    "path/or/name": "build/quickstart/export",
-    "data/*.jsonl": "build/quickstart/text/*.py",
-    "held_out/*.jsonl": "build/quickstart/text/ast.py",
-    "devices=8": "devices=2",
-    "tp=4": "tp=2",
-    "tp=8": "tp=2",
-    "accelerator=gpu": "accelerator=cpu",
-    "max_epochs=1": "max_steps=2",
-}
-OF_THE_ENVIRONMENT = (
-    "pip install",
-    "make venv",
-    "make test",
-)  # what runs this script has installed; tests run elsewhere
 STEPS = "--trainer.max_steps=2"
 GPUS_ONLY = ("megatron_fsdp",)
 LONGEST = 1800  # seconds, for any command
@@ -168,14 +156,11 @@ def cloned(folder: Path) -> Path:
 def readme(hour: Hour) -> None:
     """Runs the command lines of the README in their order, and then its program."""
     page = hour.folder / "README.md"
-    for block in (block for block in blocks(page, "sh")):
-        for command in command_lines(block):
-            if not command.startswith(OF_THE_ENVIRONMENT):
-                hour.works(read_as(command))
-    for number, block in enumerate(programs([page])):
-        script = hour.folder / f"program{number}.py"
-        script.write_text(read_as(block.text).replace("max_epochs=1", "max_steps=2"))
-        hour.works(f"python {script.name}")
+    for _, command in commands_that_run(blocks(page, "sh")):
+        hour.works(command_read_as(command))
+    for block in blocks(page, "python"):
+        (hour.folder / "program.py").write_text(read_as(block.text))
+        hour.works(f"python program.py  # {page.name}:{block.line}")
 
 
 def examples(hour: Hour) -> None:
@@ -211,10 +196,12 @@ def mistakes(hour: Hour) -> None:
 
 
 def documents(hour: Hour) -> None:
-    """Runs the blocks of code that are complete programs."""
-    for block in programs(sorted((hour.folder / "docs").rglob("*.md"))):
-        (hour.folder / "program.py").write_text(read_as(block.text))
-        hour.works(f"python program.py  # {block.page.name}:{block.line}")
+    """Runs the command lines of each page in their order, beside a run.yaml of one's own."""
+    for page in sorted((hour.folder / "docs").rglob("*.md")):
+        shutil.rmtree(hour.folder / "build" / "pages", ignore_errors=True)
+        shutil.copy(hour.folder / "examples" / "full.yaml", hour.folder / "run.yaml")
+        for block, command in commands_that_run(blocks(page, "sh")):
+            hour.works(f"{command_read_as(command)}  # {page.name}:{block.line}")
 
 
 PARTS: dict[str, Callable[[Hour], None]] = {
@@ -223,21 +210,6 @@ PARTS: dict[str, Callable[[Hour], None]] = {
     "mistakes": mistakes,
     "pages": documents,
 }
-
-
-# ---- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def read_as(text: str) -> str:
-    """Replaces placeholders."""
-    for placeholder, value in READ_AS.items():
-        text = text.replace(placeholder, value)
-    return text
-
-
-def programs(found: list[Path]) -> Iterator[Block]:
-    """The blocks of Python that use no name from elsewhere."""
-    yield from (b for page in found for b in blocks(page, "python") if not unbound(b.text))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ def links(page: Path) -> list[str]:
     return _LINK.findall(text)
 
 
-def blocks(page: Path, language: str) -> list[Block]:
-    """The blocks of code of one language."""
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The fenced blocks of these languages; of none: all."""
     text = page.read_text("utf-8")
     found = ((text.count("\n", 0, match.start()) + 1, match[1], match[2]) for match in _FENCE.finditer(text))
-    return [Block(page, line, kind, body) for line, kind, body in found if kind == language]
+    return [Block(page, line, kind, body) for line, kind, body in found if not languages or kind in languages]
 
 
 def command_lines(block: Block) -> Iterator[str]:
