@@ -1,4 +1,4 @@
-"""The rows of benchmarks.levers: which levers, on which devices, and when to use them."""
+"""The rows of benchmarks.levers: which levers, on which devices, when to use them, and ladders of some."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,5 +185,25 @@ LEVERS: dict[str, dict[str, Lever]] = {
             when="Use it when unreduced gradients do not fit: they are reduced at every micro-batch, and a rank "
             "keeps its own part. It costs one reduction more per micro-batch.",
         ),
+    },
+}
+
+
+LADDERS: dict[str, dict[str, Lever]] = {  # fields that a row adds to those above it
+    "tp": {
+        f"tp={RANKS}": Lever(),
+        "+ bf16": Lever(fields={"mp_policy": BF16}, devices=("cpu",)),  # on GPUs all rows compute in it
+        "+ sequence_parallel": Lever(fields={"sequence_parallel": True}, ranks=2),
+        "+ chunked_loss": Lever(fields={"chunked_loss": HERE.tokens // 4}),
+        "+ activation_checkpointing": Lever(fields={"activation_checkpointing": "full"}),
+        "+ enable_compile": Lever(fields={"enable_compile": True}, devices=("cuda",)),  # not where memory is watched
+    },
+    "dp_shard": {
+        f"dp_shard={RANKS}": Lever(),
+        "+ bf16": Lever(fields={"mp_policy": BF16}, devices=("cpu",)),
+        "+ chunked_loss": Lever(fields={"chunked_loss": HERE.tokens // 4}),
+        "+ activation_checkpointing": Lever(fields={"activation_checkpointing": "full"}),
+        "+ fsdp2_min_num_params": Lever(fields={"fsdp2_min_num_params": HERE.three_blocks}),
+        "+ enable_compile": Lever(fields={"enable_compile": True}, devices=("cuda",)),
     },
 }

@@ -1,4 +1,4 @@
-"""What each lever of memory and speed buys: time, memory and collectives of a step. Writes docs/levers.md.
+"""What each lever of memory and speed buys, alone and above others: time and memory of a step. Writes docs/levers.md.
 
 Each row trains the same model on the same batch, against the row above it that is called default. Time is the median
 of alternating runs. Memory is the peak of all tensors of a step, without the parameters that a rank stores. Collectives
@@ -12,7 +12,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
-from benchmarks._lever_rows import DEVICE, HERE, LEVERS, RANKS, Lever, model_config
+from benchmarks._ladder import accumulated, switches
+from benchmarks._lever_rows import DEVICE, HERE, LADDERS, LEVERS, RANKS, Lever, model_config
 from benchmarks._measure import medians
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, parallelize
@@ -35,18 +37,36 @@ from tests.parallel.levers.collectives import Collectives
 
 MIB = 2**20
 WARM = 2
+LADDER = (
+    "",
+    "## The ladder",
+    "",
+    "Each row has one lever more than the row above it; what it does alone is in the table before. Below: what",
+    "measures a row again, beside the two that it is compared with, and what starts a run with its levers.",
+    "",
+)
 
 
 def main() -> None:
     page = Page("levers.md" if DEVICE == "cpu" else "levers_cuda.md", "levers")
     parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--only", default="", help="rows whose names contain this, and the defaults")
+    parser.add_argument("--ladder", choices=list(LADDERS), help="this ladder, and nothing else of the page")
+    parser.add_argument("--upto", default="", help="of that ladder this row only, the one above it and the first")
     arguments = parser.parse_args()
+    if arguments.ladder and arguments.write:
+        parser.error("--ladder runs a part of the page; leave out --write, or --ladder")
+    if arguments.upto and arguments.upto not in LADDERS.get(arguments.ladder, ()):
+        parser.error(f"--ladder={arguments.ladder} has no row {arguments.upto!r}; give both, as the page does")
     nursery = Nursery()
+    pool, rounds = Pool(nursery, RANKS), 1 if arguments.smoke else arguments.rounds
     page.add(describe())
     try:
-        rounds = 1 if arguments.smoke else arguments.rounds
-        page.add(table(Pool(nursery, RANKS), rounds, "none" if arguments.smoke else arguments.only))
+        if not arguments.ladder:
+            page.add(table(pool, rounds, "none" if arguments.smoke else arguments.only))
+        layouts = [arguments.ladder] if arguments.ladder else list(LADDERS)
+        page.add(LADDER)
+        page.add(ladder_table(pool, rounds, layouts, arguments.upto, arguments.smoke))
     finally:
         nursery.close()
     page.finish(arguments, "", "## When to use them", "", *sentences())
@@ -107,10 +127,7 @@ def table(pool: Pool, rounds: int, only: str) -> Iterator[str]:
     for layout, levers in LEVERS.items():
         here = {name: lever for name, lever in levers.items() if _is_measured(layout, lever)}
         chosen = {name: lever for name, lever in here.items() if not lever.when or only in name}
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
-        for _ in range(rounds):
-            for name, lever in chosen.items():
-                found[name].append(pool.run(measure, layout, lever, timeout=600, trainer=DEVICE == "cuda")[0])
+        found = measured(pool, rounds, layout, chosen)
         if not found:
             continue
         base = medians(found["default"])
@@ -126,6 +143,60 @@ def table(pool: Pool, rounds: int, only: str) -> Iterator[str]:
                 memory = f"{peak / base['peak']:.2f}" if DEVICE == "cuda" else ""
                 cells = f"{seconds / base['seconds']:.2f} | {memory} | |"
             yield f"| {layout}={RANKS} | {name} | {cells} |"
+
+
+def ladder(layout: str) -> dict[str, Lever]:
+    """The rows of a ladder, each with all fields that hold."""
+    rungs = {name: rung for name, rung in LADDERS[layout].items() if _is_measured(layout, rung)}
+    fields = accumulated({name: rung.fields for name, rung in rungs.items()})
+    return {name: replace(rung, fields=fields[name]) for name, rung in rungs.items()}
+
+
+def ladder_table(pool: Pool, rounds: int, layouts: Iterable[str], upto: str, smoke: bool) -> Iterator[str]:
+    """Measure ladders: a table, and how each row is had again."""
+    yield "| | step time | of the row above | of the first | peak memory | of the row above | of the first |"
+    yield "|" + "---|" * 7
+    commands: list[str] = []
+    for layout in layouts:
+        rows = ladder(layout)
+        if not rows:
+            continue
+        names = list(rows)
+        until = names.index(names[-1] if smoke else upto) if smoke or upto else None
+        chosen = names if until is None else [names[i] for i in sorted({0, max(until - 1, 0), until})]
+        found = measured(pool, rounds, layout, {name: rows[name] for name in chosen})
+        runs = {name: medians(each) for name, each in found.items()}
+        for name, run in runs.items():
+            above = runs.get(names[max(names.index(name) - 1, 0)])
+            yield f"| {name} | {compared(run, above, runs[names[0]])} |"
+            commands.append(f"- {name}: {reproduced(layout, name, rows[name])}")
+    yield ""
+    yield from commands
+
+
+def compared(run: Mapping[str, float], above: Mapping[str, float] | None, first: Mapping[str, float]) -> str:
+    """Compare a row of a ladder with two others, as cells."""
+    cells = []
+    for key, unit, word in (("seconds", 1e-3, "ms"), ("peak", MIB, "MiB")):
+        ratio = "" if above is None else f"{run[key] / above[key]:.2f}"
+        cells += [f"{run[key] / unit:.0f} {word}", ratio, f"{run[key] / first[key]:.2f}"]
+    return " | ".join(cells)
+
+
+def reproduced(layout: str, name: str, row: Lever) -> str:
+    """The commands of a row: what measures it, and what trains so."""
+    run = f"lightning-automodel fit --config=run.yaml --trainer.devices={RANKS} --trainer.strategy.{layout}={RANKS}"
+    measure_it = f"python -m benchmarks.levers --ladder {layout} --upto '{name}'"
+    return f"`{measure_it}`; `{' '.join([run, *switches(row.fields)])}`"
+
+
+def measured(pool: Pool, rounds: int, layout: str, rows: Mapping[str, Lever]) -> dict[str, list[dict[str, float]]]:
+    """Run rows in turn, so that a machine that slows down slows all of them."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name, lever in rows.items():
+            found[name].append(pool.run(measure, layout, lever, timeout=600, trainer=DEVICE == "cuda")[0])
+    return found
 
 
 def measure(layout: str, lever: Lever) -> dict[str, float]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from benchmarks._ladder import accumulated
+
 MODELS: dict[str, dict[str, Any]] = {  # the sizes of each model's config.json on the hub
     "Llama-3.2-1B": dict(
         model_type="llama",
@@ -111,22 +113,30 @@ class Row:
 CHUNKED = {"chunked_loss": 1024}
 COMPILED = {**CHUNKED, "enable_compile": True}
 FULL = {"activation_checkpointing": "full"}
-FLOAT8 = {**COMPILED, "float8": "tensorwise"}
+BY_HAND = "a loop by hand, checkpointed"
+RUNGS: dict[str, dict[str, Any]] = {
+    BY_HAND: {},
+    "Trainer, checkpointed": FULL,
+    "+ chunked loss": CHUNKED,
+    "+ compiled blocks": {"enable_compile": True},
+    "+ selective checkpointing": {"activation_checkpointing": "selective"},
+    "+ float8": {"float8": "tensorwise"},
+}
 
 
 def ladder(model: str, length: int, lora: bool, targets: dict[str, int]) -> list[Row]:
     """Rows that add a lever each."""
-    steps: list[tuple[str, dict[str, Any], bool]] = [
-        ("a loop by hand, checkpointed", {}, True),
-        ("Trainer, checkpointed", FULL, False),
-        ("+ chunked loss", {**FULL, **CHUNKED}, False),
-        ("+ compiled blocks", {**FULL, **COMPILED}, False),
-        ("+ selective checkpointing", {**COMPILED, "activation_checkpointing": "selective"}, False),
-        ("+ float8", {**FLOAT8, "activation_checkpointing": "selective"}, False),
-    ]
     return [
-        Row(model=model, name=name, length=length, lora=lora, fields=fields, by_hand=hand, target=targets.get(name))
-        for name, fields, hand in steps
+        Row(
+            model=model,
+            name=name,
+            length=length,
+            lora=lora,
+            fields=fields,
+            by_hand=name == BY_HAND,
+            target=targets.get(name),
+        )
+        for name, fields in accumulated(RUNGS).items()
         if not (lora and "float8" in fields)
     ]
 
