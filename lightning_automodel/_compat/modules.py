@@ -41,3 +41,13 @@ def remove_hooks(module: nn.Module) -> None:
     """Takes away what runs before and after the forward pass of ``module``; torch removes hooks by their handles."""
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Returns what runs before and after the forward pass of ``module``."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def gradient_hooks_of(parameter: nn.Parameter) -> list[Any]:
+    """Returns what ``parameter.register_hook`` was given."""
+    return list((parameter._backward_hooks or {}).values())

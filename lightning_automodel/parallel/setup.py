@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.parallel.fsdp2 import FSDP2Sharding
+from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
 from lightning_automodel.parallel.shard_unit import FullyShard
 from lightning_automodel.parallel.stages import apply_stages
 
@@ -42,6 +43,7 @@ class FSDP2Setup:
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the stages on ``model``, in place, and return it."""
+        refuse_gradient_hooks(model)
         axes = find_axes(mesh, self.axis_names)
         sharding = FSDP2Sharding(self.config, self.mp_policy, axes, self.fully_shard_fn)
         return apply_stages(model, axes, self.config, sharding, self.param_dtype)

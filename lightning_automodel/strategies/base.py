@@ -22,6 +22,7 @@ from lightning_automodel._compat.lightning import (
     choose_checkpoint_paths,
     optimizers_to_device,
 )
+from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
@@ -42,6 +43,8 @@ class SharedHooks(SavingStrategy):
     """Mixin, to stand before the strategy of Lightning that it completes."""
 
     config: Any
+    runs_gradient_hooks = False
+    """whether ``parameter.register_hook`` works: autograd gives the parameters their gradients"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bring_own_precision(SharedHooks, choose_precision)
@@ -108,6 +111,7 @@ class SharedHooks(SavingStrategy):
         self._preemption.install(trainer, self._saving_at_once, self._timeout)
         self._background.timeout = self._timeout
         install_samplers(trainer, self.distributed_sampler_kwargs)
+        self._check_gradient_hooks()
         self.build_parallel(self._module)
         self._draws.install(self._module, self.data_rank, self.root_device.type)
         self.model_to_device()
@@ -125,6 +129,10 @@ class SharedHooks(SavingStrategy):
         self.precision_plugin.guard = FiniteGuard(getattr(self.config, "nonfinite", "ignore"))
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers_to_device()
+
+    def _check_gradient_hooks(self) -> None:
+        if not self.runs_gradient_hooks:
+            refuse_gradient_hooks(self._module)
 
     def optimizers_to_device(self) -> None:
         """States that an optimizer holds from its construction on go to where the parameters are."""
@@ -162,6 +170,7 @@ class SharedHooks(SavingStrategy):
     def on_train_start(self) -> None:
         begin_next_epoch(self._trainer)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
+        self._check_gradient_hooks()
         self._agreement.start()
         self.return_gradients()
         tell_start(self._trainer, self._module, self.sizes, self.config)

@@ -60,6 +60,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     """
 
     strategy_name = "automodel_ddp"
+    runs_gradient_hooks = True
 
     def __init__(
         self,

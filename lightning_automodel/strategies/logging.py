@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel._compat.lightning import throughputs_of
+from lightning_automodel.distributed.collectives import gather_in
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 
@@ -65,7 +66,10 @@ def reduce_decision(decision: bool, device: torch.device, every: bool) -> bool:
 
 def gather_stacked(value: Tensor, group: ProcessGroup | None, differentiable: bool) -> Tensor:
     """Gathers the values of all ranks of ``group``, stacked: shape ``[size of the group, *value.shape]``."""
-    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+    if differentiable:
+        group = group or dist.group.WORLD
+        return gather_in(whole(value).unsqueeze(0), 0, group.size(), group)
+    with torch.no_grad():
         return torch.stack(all_gather(whole(value).contiguous(), group))
 
 

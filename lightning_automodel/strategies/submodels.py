@@ -34,15 +34,37 @@ def find_submodels(root: nn.Module, bare: bool = False) -> list[Submodel]:
 
     Args:
         root: the LightningModule.
-        bare: allow parameters that no submodel holds.
+        bare: allow parameters that no submodel holds, or several: nothing is sharded.
+
+    Returns:
+        each once: a second name of a part (``self.head = self.model.lm_head``) is no submodel.
 
     Raises:
-        ValueError: for such a parameter, since nothing would tell when to gather it; for quantized weights.
+        ValueError: for a parameter of no submodel, since nothing would tell when to gather it, and for one of several;
+            for quantized weights.
     """
-    submodels = list(_submodels(root, "", bare))
+    found = list(_submodels(root, "", bare))
+    parts = {id(part) for submodel in found for part in submodel.module.modules() if part is not submodel.module}
+    submodels = list({id(s.module): s for s in reversed(found) if id(s.module) not in parts}.values())[::-1]
     for submodel in submodels:
         refuse_quantized(submodel.module)
+    if not bare:
+        _refuse_shared(submodels)
     return submodels
+
+
+def _refuse_shared(submodels: Sequence[Submodel]) -> None:
+    """Refuse parameters that two submodels hold: each would shard its own copy and sum its own gradient."""
+    owners: dict[int, tuple[Submodel, str]] = {}
+    for submodel in submodels:
+        for name, parameter in submodel.module.named_parameters():
+            other, first = owners.setdefault(id(parameter), (submodel, name))
+            if other is not submodel:
+                raise ValueError(
+                    f"{submodel.name}.{name} is {other.name}.{first}: two models that are sharded each for itself "
+                    "cannot share a parameter, since either would train a copy; use DDPStrategy, or a model of its own "
+                    "for each"
+                )
 
 
 def unwrap_compiled_children(root: nn.Module) -> None:

@@ -33,7 +33,7 @@ ATTRIBUTES = {
     "torch.cuda.memory:": ("_dump_snapshot", "_record_memory_history"),
     "torch.autograd:": ("_profiler_enabled",),
     "torch:": ("_C", "_assert_async", "_dynamo", "_foreach_mul_", "_foreach_norm", "_inductor"),
-    "torch:Tensor": ("_base", "_make_wrapper_subclass", "_version"),
+    "torch:Tensor": ("_backward_hooks", "_base", "_make_wrapper_subclass", "_version"),
     "torch:ops.aten.mm.default": ("_overloadpacket", "_schema"),
     "torch.amp:GradScaler": ("_unscale_grads_",),
     "torch.distributed.tensor:DTensor": ("_local_tensor", "_spec"),

@@ -20,7 +20,7 @@ A boundary: ``self_attn`` with 8 heads of width 2, two key/value heads and tp=4:
 Everything is installed as forward hooks and instance attributes that a ``copy.deepcopy`` of the model carries along.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -36,8 +36,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, shard_bounds, split
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.modules.structure import class_names, text_config
+from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
+from lightning_automodel.parallel.hooks_of_users import warn_of_parts
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
@@ -68,6 +69,8 @@ def apply_tensor_parallel(
         is_final: no stage after this one reduces gradients.
         gathered_alone: modules inside of blocks whose own parameters are there only while the module runs.
     """
+    why = f"tp={tp_mesh.size()}{', sequence_parallel=True' if layout.sequence else ''}"
+    warn_of_parts(model, _seeing_parts(model, layout), why)
     twins = find_twins(model)
     for name, attributes in layout.attributes.items():
         model.get_submodule(name).__dict__.update(attributes)
@@ -77,7 +80,7 @@ def apply_tensor_parallel(
     if layout.sequence is not None:
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_written_inputs(model, layout, streams)
-    install_recorded_shares(model, tp_mesh.size(), layout)
+    install_recorded_shares(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
     follow_partial_sums(model, layout)
@@ -87,6 +90,15 @@ def apply_tensor_parallel(
         f"{class_names(model)[0]}: tp={tp_mesh.size()} splits {cut} of {len(layout.parameters)} parameters, with "
         f"{len(layout.boundaries)} boundaries{stream}"
     )
+
+
+def _seeing_parts(model: nn.Module, layout: Layout) -> Iterator[str]:
+    """Find the modules whose inputs or outputs are slices or terms of a sum, and not what one process has there."""
+    cut = find_blocks(model) if layout.sequence is not None else layout.boundaries
+    for name, _ in model.named_modules():
+        owner = outermost(cut, name)
+        if owner is not None and (owner != name or layout.sequence is not None):
+            yield name
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout) -> None:
@@ -133,7 +145,8 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
             module.register_forward_pre_hook(_Around(enter, all_inputs).enter, with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):
             all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
-            module.register_forward_hook(_Around(leave, all_outputs).leave)
+            # Before the hooks of users, which are to see what a module gives on one process.
+            module.register_forward_hook(_Around(leave, all_outputs).leave, prepend=True)
 
 
 def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:

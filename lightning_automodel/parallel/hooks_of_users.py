@@ -1,0 +1,55 @@
+"""Hooks that a user put on a model before it was made parallel: those that would see a part, or never run."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel._compat.modules import gradient_hooks_of, hooks_of
+from lightning_automodel.distributed.logs import warn_once
+
+_LIBRARIES = (
+    *("accelerate", "lightning", "lightning_automodel", "megatron_fsdp"),
+    *("peft", "torch", "torchao", "transformers"),
+)
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Refuse ``parameter.register_hook(...)`` on parameters that are replaced, and whose gradients are not autograd's.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if any(map(_is_of_user, gradient_hooks_of(parameter))):
+            raise ValueError(
+                f"{name} has a hook (register_hook) that would never run: sharding replaces parameters, and writes "
+                "their reduced gradients itself; change gradients in on_before_optimizer_step of the LightningModule "
+                "(before clipping: in on_after_backward of the last micro-batch), or use DDPStrategy"
+            )
+
+
+def warn_of_parts(model: nn.Module, seeing_parts: Iterable[str], why: str) -> None:
+    """Warn once of forward hooks that will see a rank's part of what they see on one process.
+
+    Args:
+        model: with the hooks of its user, and none of ours yet.
+        seeing_parts: names of modules inside of which, or behind which, values are split.
+        why: what splits them.
+    """
+    names = [name for name in seeing_parts if any(map(_is_of_user, hooks_of(model.get_submodule(name))))]
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warn_once(
+            f"{names[0]}{others}: a forward hook of yours will see a rank's part of the values there ({why}); what it "
+            "computes from them is not what one process computes. Outputs of whole attention and feed-forward layers "
+            "are whole"
+        )
+
+
+def _is_of_user(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.partition(".")[0] not in _LIBRARIES
