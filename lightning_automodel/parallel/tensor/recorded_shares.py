@@ -41,7 +41,7 @@ def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
 def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, int]]:
     """Find the modules with a rank's heads among those whose attention maps are recorded."""
     cut = [name for name, found in layout.parameters.items() if not found.placement.is_replicate()]
-    for name, module, index in recorded_outputs(model, ATTENTIONS):
+    for name, module, index in list(recorded_outputs(model, ATTENTIONS)):
         if any(parameter.startswith(f"{name}.") for parameter in cut):
             yield module, index
 
