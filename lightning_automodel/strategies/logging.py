@@ -67,8 +67,8 @@ def reduce_decision(decision: bool, device: torch.device, every: bool) -> bool:
 def gather_stacked(value: Tensor, group: ProcessGroup | None, differentiable: bool) -> Tensor:
     """Gathers the values of all ranks of ``group``, stacked: shape ``[size of the group, *value.shape]``."""
     if differentiable:
-        group = group or dist.group.WORLD
-        return gather_in(whole(value).unsqueeze(0), 0, group.size(), group)
+        everyone: Any = group or dist.group.WORLD
+        return gather_in(whole(value).unsqueeze(0), 0, everyone.size(), everyone)
     with torch.no_grad():
         return torch.stack(all_gather(whole(value).contiguous(), group))
 

@@ -94,7 +94,7 @@ def apply_tensor_parallel(
 
 def _seeing_parts(model: nn.Module, layout: Layout) -> Iterator[str]:
     """Find the modules whose inputs or outputs are slices or terms of a sum, and not what one process has there."""
-    cut = find_blocks(model) if layout.sequence is not None else layout.boundaries
+    cut = list(find_blocks(model)) if layout.sequence is not None else layout.boundaries
     for name, _ in model.named_modules():
         owner = outermost(cut, name)
         if owner is not None and (owner != name or layout.sequence is not None):
