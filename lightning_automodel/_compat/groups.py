@@ -4,9 +4,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Its name until torch 2.12, which later ones warn of."""
 
 
 def open_store(prefix: str) -> Store | None:

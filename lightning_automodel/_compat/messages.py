@@ -1,17 +1,25 @@
-"""Leaves out what other libraries print when they are imported and what tells nobody anything, by their loggers.
+"""Leaves out what other libraries print when they are imported and what tells nobody anything, each by its words.
 
 torchao names each extension that was built for another CUDA version, and calls what torch has deprecated; bitsandbytes
 names kernels that nobody asked for. All else that they print stays.
 """
 
 import logging
+import warnings
 
 _PRINTED = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
     "torchao": "Failed to load ",
 }
-_TIPS = {"lightning.pytorch.utilities.rank_zero": "💡 Tip: "}
+_TOLD_BY_LIGHTNING = ("💡 Tip: ", "TPU available: ")
+_WARNED = (  # beginnings
+    "LightningCLI's args parameter is intended",  # the command gives them itself
+    "Starting from v1.9.0, `tensorboardX` has been removed",  # the table of the run says where logs are
+    "Precision .+ is not supported by the model summary",  # and this what a rank holds
+    "Total length of `list` across ranks is zero",  # data without validation files
+    "`is_gradient_checkpointing` is deprecated",  # peft 0.21 asks transformers 5.23 for it
+)
 
 
 class Without(logging.Filter):
@@ -26,14 +34,19 @@ class Without(logging.Filter):
         return self.text not in record.getMessage()
 
 
-def leave_out_tips() -> None:
-    """Leaves out Lightning's advertisements of other packages."""
-    _leave_out(_TIPS)
+def leave_out_asides() -> None:
+    """Leaves out advertisements, and what is no word about the run that the command starts."""
+    for text in _TOLD_BY_LIGHTNING:
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(Without(text))
+    for beginning in _WARNED:
+        warnings.filterwarnings("ignore", message=beginning)
 
 
-def _leave_out(messages: dict[str, str]) -> None:
-    for name, text in messages.items():
-        logging.getLogger(name).addFilter(Without(text))
+def leave_out_deprecations() -> None:
+    """Leaves out what libraries warn each other of, for processes beside one that says it."""
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
 
 
-_leave_out(_PRINTED)
+for _name, _text in _PRINTED.items():
+    logging.getLogger(_name).addFilter(Without(_text))

@@ -22,6 +22,11 @@ def checkpoints_with_cache(layer: nn.Module) -> bool:
     return bool(getattr(layer, "_can_checkpoint_with_cache", False))
 
 
+def loss_that_was_set(model: nn.Module) -> Any:
+    """Return what somebody has set as ``model.loss_function``; asked for that, bodies of models warn of their name."""
+    return getattr(model, "_loss_function", None) if isinstance(model, PreTrainedModel) else None
+
+
 def recordings_of_call() -> dict[str, list]:
     """Returns what transformers records inside of blocks during the present call of a model, by key."""
     active = _active_collector.get() or {}

@@ -2,24 +2,24 @@
 
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers.utils import logging as transformers_logging
 
-from lightning_automodel._compat.messages import leave_out_tips
+from lightning_automodel._compat.messages import leave_out_asides, leave_out_deprecations
 
 _PER_RANK = ("lightning.fabric", "lightning.pytorch")  # loggers
 _RANKS = ("RANK", "SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
 
 
 def be_quiet() -> None:
-    """Leaves out tips, and on all ranks but the first what each of them would say again."""
-    leave_out_tips()
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")  # main() gives them itself
+    """Leaves out what is not about the run, and on all ranks but the first what each of them would say again."""
+    leave_out_asides()
     if not is_first_process():
+        leave_out_deprecations()
         transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
         for name in _PER_RANK:
             logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
+from lightning_automodel._compat.groups import reduce_scatter
+
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """Returns start and length of chunk ``index`` as DTensor cuts ``size``: ``ceil(size / parts)`` each, the rest
@@ -106,7 +108,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         x = torch.cat([x, x.new_zeros(shape)], dim)
     parts = torch.stack(x.chunk(ranks, dim)) if dim else x.contiguous()
     out = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
-    dist.reduce_scatter_tensor(out, parts.flatten(0, 1) if dim else parts, group=group)
+    reduce_scatter(out, parts.flatten(0, 1) if dim else parts, group=group)
     return out.narrow(dim, 0, shard_bounds(size, ranks, group.rank())[1])
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from lightning_automodel._compat.transformers import loss_that_was_set
 from lightning_automodel.config import StageSwitches
 from lightning_automodel.distributed.logs import log, log_once
 from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
@@ -88,7 +89,7 @@ _LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 def computes_loss(model: nn.Module) -> bool:
     """Tells whether ``model`` computes its loss by one of the functions above."""
-    function = getattr(model, "loss_function", None) if isinstance(model, PreTrainedModel) else None
+    function = loss_that_was_set(model)
     return getattr(function, _WHOLE_LOSS, function) in _LOSSES.values()
 
 

@@ -11,7 +11,7 @@ from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import Ungathered
 
-_OF_GRAPH = {"requires_grad", "grad_fn", "is_leaf"}
+_OF_GRAPH = {"requires_grad", "grad_fn", "is_leaf", "_base"}  # the last: FSDP2 asks whether outputs are views
 _OF_SHAPE = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size"}
 _ROWWISE = {"to", "float", "type", "detach", "contiguous", "clone"}
 """Functions of torch, by name, after which rows are rows still."""

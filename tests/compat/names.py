@@ -149,6 +149,7 @@ ATTRIBUTES = {
         "_keep_in_fp32_modules",
         "_keep_in_fp32_modules_strict",
         "_keys_to_ignore_on_save",
+        "_loss_function",
         "_tp_plan",
     ),
     "transformers:PreTrainedConfig": ("_attn_implementation", "_experts_implementation", "_name_or_path"),
