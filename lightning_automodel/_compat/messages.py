@@ -48,5 +48,9 @@ def leave_out_deprecations() -> None:
         warnings.simplefilter("ignore", category)
 
 
-for _name, _text in _PRINTED.items():
-    logging.getLogger(_name).addFilter(Without(_text))
+def _leave_out(messages: dict[str, str]) -> None:
+    for name, text in messages.items():
+        logging.getLogger(name).addFilter(Without(text))
+
+
+_leave_out(_PRINTED)
