@@ -29,9 +29,11 @@ What transformers' own tensor parallelism gives, on two CPU ranks, with
 
     AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
 
-for every family that has a plan there: the tiny models, files and batches of [families](families.md), loss and every
-gradient of one step against one process, the worst of both ranks. Nothing of ours runs. The second column accumulates
-the gradients of two micro-batches before the step, as `gradient_accumulation_steps=2` does.
+(`AutoModelForImageTextToText` for models that read images), for every family that has a plan there: the tiny models,
+files and batches of [families](families.md), loss and every gradient of one step against one process, the worst of both
+ranks. Nothing of ours runs. The second column accumulates the gradients of two micro-batches before the step, as
+`gradient_accumulation_steps=2` does. `shieldgemma2` draws its weights anew each time that it is read, on one process
+too.
 
 - **exact**: every relative error (in the 2-norm, tensor by tensor) is at most {BAR:.0e} in float32, or else at most
   {FINE_BAR:.0e} when the same is computed in float64.
@@ -69,14 +71,21 @@ def page(store: Store) -> str:
     """The page: totals, then a row for each family that has a plan there, those that read images apart."""
     images = image_text_families()
     planned = {name: family for name, family in store.families.items() if _has_plan(family)}
-    missing = len(set(all_families()) - store.families.keys())
-    rest = f" Not asked yet: {missing} model types, with a plan or without." if missing else ""
-    parts = [INTRODUCTION, configuration(store), f"{len(planned)} families: {totals(planned, PEERS)}{rest}\n"]
+    parts = [INTRODUCTION, configuration(store), f"{len(planned)} families: {totals(planned, PEERS)}{_rest(store)}\n"]
     for title, with_images in {"Causal language models": False, "Models that read images": True}.items():
         found = {name: family for name, family in planned.items() if (name in images) == with_images}
         if found:
             parts.append(f"## {title}\n\n{totals(found, PEERS)}\n\n{table(found, PEERS)}\n")
     return "\n".join(parts)
+
+
+def _rest(store: Store) -> str:
+    """Count the model types without a row."""
+    missing = len(set(all_families()) - store.families.keys())
+    unbuilt = sum(not family.parameters for family in store.families.values())
+    unplanned = sum(bool(family.parameters) and not _has_plan(family) for family in store.families.values())
+    asked = f" Not asked yet: {missing} model types, with a plan or without." if missing else ""
+    return f" No plan there: {unplanned} model types; not built here: {unbuilt}.{asked}"
 
 
 def _has_plan(family: Family) -> bool:
