@@ -25,13 +25,14 @@ from lightning_automodel.command.evaluation import evaluate
 from lightning_automodel.command.inputs import refuse_missing
 from lightning_automodel.command.interruption import GoOnCommand
 from lightning_automodel.command.leaving import wait_for_others
-from lightning_automodel.command.mistakes import describe_mistake, proposal, squeezed
+from lightning_automodel.command.mistakes import argument_names, describe_mistake, squeezed
 from lightning_automodel.command.predictions import PredictingTrainer
 from lightning_automodel.command.quiet import be_quiet
 from lightning_automodel.command.report import report_command
 from lightning_automodel.command.text import generate
 from lightning_automodel.command.writable import refuse_unwritable
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning import CausalLM, TextDataModule
 from lightning_automodel.planner.command import plan_command
 
@@ -47,6 +48,7 @@ _TOOLS: dict[str, Any] = {
     "consolidate": consolidate,
 }
 _COMMANDS: dict[str, Any] = {"plan": plan_command, "report": report_command}
+_OURS: dict[str, type] = {"model": CausalLM, "data": TextDataModule, "trainer.strategy": FSDP2TPStrategy}
 
 
 class AutomodelCLI(LightningCLI):
@@ -69,8 +71,7 @@ class AutomodelCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Makes our classes the default of ``--model``, ``--data`` and ``--trainer.strategy``."""
-        defaults = {"model": CausalLM, "data": TextDataModule, "trainer.strategy": FSDP2TPStrategy}
-        paths = {key: f"{cls.__module__}.{cls.__qualname__}" for key, cls in defaults.items()}
+        paths = {key: f"{cls.__module__}.{cls.__qualname__}" for key, cls in _OURS.items()}
         chosen: dict[str, Any] = {key: {"class_path": path} for key, path in paths.items()}
         chosen["trainer.strategy"]["init_args"] = {"config": FSDP2Config().to_dict()}  # --print_config shows all fields
         parser.set_defaults(chosen)
@@ -89,7 +90,9 @@ class AutomodelCLI(LightningCLI):
 
     def _known_keys(self) -> list[str]:
         defaults = [parser.get_defaults(skip_validation=True) for parser in self._subcommand_parsers.values()]
-        return sorted({key for values in defaults for key in values.keys()})  # noqa: SIM118 (a namespace, no dict)
+        keys = {key for values in defaults for key in values.keys() if "init_args" not in key}  # noqa: SIM118 (no dict)
+        ours = {f"{key}.{name}" for key, cls in _OURS.items() for name in argument_names(cls)}
+        return sorted(keys | ours | set(_OURS))
 
     def _bound_run(self, trainer: Any) -> None:
         """Chooses one epoch where nothing ends the run: Lightning's own choice, 1000, is no run that anybody wants."""

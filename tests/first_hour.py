@@ -58,7 +58,7 @@ MISTAKES = {
     f"{FULL} --data.chat_template=nowhere.jinja": "nowhere.jinja",
     f"{FULL} --data.train_files=build/broken.jsonl": "broken.jsonl:2",
     f"{FULL} --ckpt_path=build/nowhere.ckpt": "nowhere.ckpt",
-    "lightning-automodel fit --config=examples/lora.yaml --model.peft.rr=8": "rr",
+    "lightning-automodel fit --config=examples/lora.yaml --model.peft.rr=8": "did you mean peft.r?",
     "lightning-automodel generate build/nowhere": "is no directory",
     "lightning-automodel evaluate build/quickstart/export": "files",
     "lightning-automodel evaluate build/quickstart/export --files=nowhere.txt": "matches no file",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_automodel.config.proposals import proposal
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.wrappers import name_without_wrappers
@@ -23,17 +24,23 @@ def adapter_config(peft: Any) -> Any:
     """
     if find_spec("peft") is None:
         raise ValueError("peft is not installed, which CausalLM(peft=...) needs; pip install lightning_automodel[peft]")
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftType
 
     if not isinstance(peft, Mapping):
         return peft
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **peft}
+    kinds = [kind.value for kind in PeftType]
+    if (kind := fields["peft_type"]) not in kinds:
+        raise ValueError(
+            f"peft has no peft_type={kind!r}{proposal(str(kind), kinds) or '; it has ' + ', '.join(kinds)}"
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unexpected keyword arguments")  # an error below
         config = PeftConfig.from_peft_type(**fields)
     if unknown := sorted(fields.keys() - vars(config).keys()):
-        known = ", ".join(sorted(name for name in vars(config) if not name.startswith("_")))
-        raise ValueError(f"peft of CausalLM: {type(config).__name__} has no {', '.join(unknown)}; it has {known}")
+        known = sorted(name for name in vars(config) if not name.startswith("_"))
+        hint = proposal(unknown[0], known, "peft.") or f"; it has {', '.join(known)}"
+        raise ValueError(f"peft of CausalLM: {type(config).__name__} has no {', '.join(unknown)}{hint}")
     return config
 
 
