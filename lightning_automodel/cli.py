@@ -8,6 +8,7 @@ import sys
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from typing import Any, NoReturn
 
 import lightning as L
@@ -65,7 +66,7 @@ class AutomodelCLI(LightningCLI):
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
-            parser_kwargs={"description": _DESCRIPTION, "exit_on_error": False},
+            parser_kwargs={"description": _DESCRIPTION, "exit_on_error": False, "version": _versions()},
             args=None if args is None else list(args),
         )
 
@@ -148,6 +149,12 @@ class AutomodelCLI(LightningCLI):
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if trainer.get("enable_progress_bar") is not False and not has_bar:
             yield step_bar()
+
+
+def _versions() -> str:
+    """List what a report of a mistake should say."""
+    names = ("lightning_automodel", "torch", "lightning", "transformers")
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names)
 
 
 def _with_torch_optimizers(args: list[str]) -> list[str]:

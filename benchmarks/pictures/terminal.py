@@ -1,6 +1,6 @@
 """Records what the terminal shows: the quickstart, and runs that fail with one line; writes docs/terminal.md.
 
-Each command runs in a terminal of its own (a pty). What a progress bar overwrites is left out, as on a screen.
+Each command runs in a terminal of its own (a pty), and what a screen shows at its end is kept: of a bar its last form.
 """
 
 import argparse
@@ -33,7 +33,8 @@ RECORDINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 COLUMNS = 120
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HOME = "/home/you"  # stands for the folder in which the commands run
+_PARTS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\r\n\x1b]+)")
 
 
 def main() -> None:
@@ -90,14 +91,27 @@ def record(command: str, folder: Path) -> tuple[list[str], int]:
             break
         written += chunk
     os.close(ours)
-    return on_screen(written.decode("utf-8", "replace")), process.wait()
+    return on_screen(written.decode("utf-8", "replace").replace(str(folder), HOME)), process.wait()
 
 
 def on_screen(text: str) -> list[str]:
-    """What is left of ``text``: of a line that is written over, the last form; no trailing space."""
-    text = _ESCAPES.sub("", text).replace("\r\n", "\n")
-    lines = [[part for part in line.split("\r") if part.strip()] for line in text.split("\n")]
-    return [parts[-1].rstrip() for parts in lines if parts]
+    """What a screen without end shows of ``text``: lines that are not empty, without trailing space."""
+    lines, row, column = [""], 0, 0
+    for number, command, move, written in _PARTS.findall(text):
+        if command == "A":
+            row = max(row - int(number or 1), 0)
+        elif command == "K":
+            lines[row] = "" if number == "2" else lines[row][:column]
+        elif move == "\r":
+            column = 0
+        elif move == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif written:
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + written + line[column + len(written) :]
+            column += len(written)
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 if __name__ == "__main__":

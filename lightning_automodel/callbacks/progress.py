@@ -101,9 +101,12 @@ class RichStepBar(_StepBar, RichProgressBar):
         super().__init__(refresh_rate=refresh_rate, console_kwargs=console_kwargs)
 
     @override
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        super().on_train_start(trainer, pl_module)
-        self.on_train_epoch_start(trainer, pl_module)  # a run that goes on within an epoch does not start one
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        if self.train_progress_bar_id is None:  # a run that goes on within an epoch does not start one
+            self.on_train_epoch_start(trainer, pl_module)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -115,6 +118,10 @@ class RichStepBar(_StepBar, RichProgressBar):
         self.progress.update(
             self.train_progress_bar_id, completed=trainer.global_step, description=self._describe(trainer)
         )
+
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        return self._describe(self.trainer)
 
 
 def step_bar() -> ProgressBar:

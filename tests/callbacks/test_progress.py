@@ -57,6 +57,21 @@ def test_steps_and_numbers(kind: str, tmp_path: Path) -> None:
     assert resumed.seen == [(3, STEPS), (4, STEPS)]  # within the second epoch
 
 
+def test_a_terminal_sees_no_bar_before_the_run_is_told_and_no_epochs_that_are_not_known() -> None:
+    screen = io.StringIO()
+    bar = RichStepBar(console_kwargs={"file": screen, "force_terminal": True, "width": 200})
+    drawn: list[str] = []
+
+    class Told(Callback):
+        def on_train_epoch_start(self, *_: Any) -> None:  # the strategy tells the run before
+            drawn.append(screen.getvalue())
+
+    train("auto", 1, [Told(), bar], enable_progress_bar=True, max_epochs=None, max_steps=2)
+    assert "Epoch" not in drawn[0]
+    assert "Epoch 0 " in screen.getvalue()
+    assert "Epoch 0/" not in screen.getvalue()
+
+
 def test_a_file_gets_the_plain_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(step_bar(), TQDMStepBar)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,10 @@ class Built(AutomodelCLI):
 def test_a_run_that_nothing_bounds_is_one_epoch(given: str, epochs: int | None) -> None:
     parsed = Parsed(["fit", MODEL, *given.split()])
     assert parsed.config.fit.trainer.max_epochs == epochs
+
+
+def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"lightning_automodel {metadata.version('lightning_automodel')}, torch {torch.__version__}" in told

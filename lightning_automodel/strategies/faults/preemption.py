@@ -161,7 +161,7 @@ class Preemption:
         if last is not None and not SLURMEnvironment.detect():
             return save_as_last(last, trainer), "last"
         path = requeue_path(trainer)  # which SLURM's next job finds without a ckpt_path
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)  # said, because Lightning tells if it is not
         return path, "hpc"
 
 
