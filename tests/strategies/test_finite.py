@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.config import DDPConfig, FSDP2Config
 from lightning_automodel.strategies import precision
+from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
 
@@ -115,3 +117,16 @@ def test_policies() -> None:
     for config in (FSDP2Config, DDPConfig):
         with pytest.raises(ValueError, match="nonfinite='warn' is not one of 'error', 'skip', 'ignore'"):
             config(nonfinite="warn")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_element_of_any_dtype_is_seen(dtype: torch.dtype, value: float) -> None:
+    module = L.LightningModule()
+    module.trainer = L.Trainer(accelerator="cpu", barebones=True)
+    module.parts = torch.nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape in ((8, 40), (), (0, 3), (8, 40))])
+    for part in module.parts:
+        part.grad = torch.full_like(part, torch.finfo(dtype).max)  # finite, and its square is not
+    module.parts[3].grad[7, 39] = value
+    finding = FiniteGuard("error").inspect(torch.optim.SGD(module.parameters(), lr=1.0), module)
+    assert finding.vector.tolist() == [0, 0, 0, 1, 0]
