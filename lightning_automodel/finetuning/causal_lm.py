@@ -62,7 +62,9 @@ class CausalLM(L.LightningModule):
     def __init__(
         self,
         model: str,
-        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=2e-5, weight_decay=0.0),
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
+            parameters, lr=2e-5, weight_decay=0.0, fused=True
+        ),
         lr_scheduler: LRSchedulerCallable | None = WarmupCosine,
         model_kwargs: dict[str, Any] | None = None,
         from_scratch: bool = False,
