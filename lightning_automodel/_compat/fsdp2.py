@@ -145,6 +145,15 @@ def reduce_unused_parameters(unit: nn.Module) -> None:
         setter(True, recurse=False)
 
 
+def communicate_by(unit: FSDPModule, gather: Any, scatter: Any) -> None:
+    """Makes an FSDP2 unit gather and reduce by ``gather`` and ``scatter``, torch's ``AllGather`` and ``ReduceScatter``.
+
+    Publicly for units of a single group: what is passed might know one mesh only. Ours knows none.
+    """
+    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+
 @contextmanager
 def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
     """Keeps the parameters of FSDP2 units gathered after forward passes, within this context.

@@ -39,6 +39,7 @@ from lightning_automodel.parallel.experts.units import (
     parameters_of_units,
     shard_experts,
 )
+from lightning_automodel.parallel.fsdp2_over_gloo import communicate_over_gloo
 from lightning_automodel.parallel.fsdp2_units import (
     blocks_of_their_own,
     differentiate_stream,
@@ -140,6 +141,7 @@ def apply_fsdp2(
     shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, elsewhere, fully_shard_fn)
     if axes.experts is not None:
         shard_experts(experts, axes, inside, in_float32, offload, freed)
+    communicate_over_gloo(model, mesh)
     if towers or reads_more_than_text(model):
         # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
         # there, and all ranks must reduce the same parameters.

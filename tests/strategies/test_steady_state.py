@@ -49,7 +49,7 @@ class Counted(TorchDispatchMode):
             frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename or "optim/" in f.filename]
             frame = frames[-2]
             self.reads[Path(frame.filename).name] += 1
-        elif func.namespace in ("c10d", "_c10d_functional"):
+        elif func.namespace in ("c10d", "_c10d_functional", "lightning_automodel"):
             self.collectives[name.partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
 
@@ -95,8 +95,8 @@ ONCE = STEPS + STEPS + STEPS - 1
 """All-reduces of a layout: whether gradients are finite, their norm, signals."""
 COLLECTIVES: dict[str, dict[str, int]] = {
     "tp": {"allreduce_": MICRO_BATCHES * (4 * LAYERS + 4)},  # two each way of a block; embedding, head, two of the loss
-    "shards": {"_allgather_base_": 4 * MICRO_BATCHES, "_reduce_scatter_base_": 3 * STEPS, "allreduce_": 0},
-    "cp": {"_allgather_base_": 4 * MICRO_BATCHES, "_reduce_scatter_base_": 3 * STEPS, "allreduce_": 0},
+    "shards": {"all_gather": 4 * MICRO_BATCHES, "reduce_scatter": 3 * STEPS, "allreduce_": 0},
+    "cp": {"all_gather": 4 * MICRO_BATCHES, "reduce_scatter": 3 * STEPS, "allreduce_": 0},
     "ddp": {"allreduce_": 0},  # its buckets are reduced below what is seen here
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

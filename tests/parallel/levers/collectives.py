@@ -15,6 +15,8 @@ KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "allgather_into_tensor_coalesced_": "all-gather",
     "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "all_gather": "all-gather",  # our own, over gloo
+    "reduce_scatter": "reduce-scatter",
 }
 
 
@@ -28,17 +30,17 @@ class Collectives(TorchDispatchMode):
         self.found: dict[str, Counter[str]] = {"count": Counter(), "bytes": Counter()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            group = next(ProcessGroup.unbox(x) for x in args if _is_group(x))
+        if func.namespace in ("c10d", "lightning_automodel"):
+            group = next(x if isinstance(x, str) else ProcessGroup.unbox(x).group_name for x in args if _is_group(x))
             kind = KINDS[func._schema.name.split("::")[1]]
-            key = f"{self.direction} {kind} {self.names.get(group.group_name, 'other')}"
+            key = f"{self.direction} {kind} {self.names.get(group, 'other')}"
             self.found["count"][key] += 1
             self.found["bytes"][key] += max(sum(x.nbytes for x in _tensors(value)) for value in args[:2])
         return func(*args, **(kwargs or {}))
 
 
 def _is_group(value: Any) -> bool:
-    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+    return isinstance(value, str) or (isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,0 +1,70 @@
+"""Gathers and reductions by messages between pairs of ranks: as gloo's own, from memory that is handed out once."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo, reduce_scatter
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.testing.pool import Pool
+from tests.support.training import tiny_llama
+
+BUFFERS = 3
+"""Of a size: one in use, one gathered ahead, and the gradients of a unit of that size."""
+
+
+def compared(dtype: torch.dtype, numel: int, is_reversed: bool) -> list[float]:
+    """Runs on each rank: how far both are from gloo's, in a group of all ranks."""
+    ranks = list(range(dist.get_world_size()))
+    group: Any = dist.new_group(ranks[::-1], sort_ranks=False) if is_reversed else dist.group.WORLD
+    assert goes_over_gloo(group)
+    generator = torch.Generator().manual_seed(group.rank())
+    own, terms = (torch.randn(size, generator=generator).to(dtype) for size in (numel, numel * len(ranks)))
+    found, expected = (torch.empty(numel * len(ranks), dtype=dtype) for _ in range(2))
+    all_gather(found, own, group)
+    dist.all_gather_into_tensor(expected, own, group=group)
+    inside = torch.zeros_like(found).view(len(ranks), -1)
+    inside[group.rank()] = own
+    all_gather(inside.view(-1), inside[group.rank()], group)
+    before, part, sum_of_gloo = terms.clone(), *(torch.empty(numel, dtype=dtype) for _ in range(2))
+    reduce_scatter(part, terms, group)
+    assert torch.equal(terms, before)
+    dist.reduce_scatter_tensor(sum_of_gloo, terms, group=group)
+    pairs = ((found, expected), (inside.view(-1), expected), (part, sum_of_gloo))
+    return [float((a - b).double().norm() / b.double().norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_as_gloo_itself(dtype: torch.dtype, bar: float, is_reversed: bool, pool2: Pool, pool4: Pool) -> None:
+    for pool in (pool2, pool4):
+        for gathered, inside, reduced in pool.run(compared, dtype, 1001, is_reversed):
+            assert gathered == inside == 0
+            assert reduced <= bar
+
+
+def gradients(passes: int) -> tuple[list[torch.Tensor], list[int]]:
+    """Runs on each rank: gradients of two forward passes before each backward pass, and how many buffers were kept."""
+    torch.manual_seed(0)
+    model: Any = parallelize(tiny_llama(), build_mesh(resolve_sizes(dist.get_world_size(), dp_shard=2), "cpu"))
+    ids = torch.arange(32).view(2, 16)
+    for _ in range(passes):
+        both = [model(input_ids=rows, labels=rows).loss for rows in (ids, ids.flip(1))]
+        sum(both).backward()
+    groups = [group for unit in fsdp_units(model) for group in fully_shard.state(unit)._fsdp_param_groups]
+    memory = {group._all_gather_comm.memory for group in groups}
+    assert memory == {group._reduce_scatter_comm.memory for group in groups}
+    kept = [len(buffers) for buffers in memory.pop()._kept.values()]
+    return [p.grad.full_tensor() / passes for p in model.parameters()], kept
+
+
+def test_memory_is_handed_out_once(pool2: Pool) -> None:
+    for (once, _), (often, kept) in zip(pool2.run(gradients, 1), pool2.run(gradients, 4), strict=True):
+        for a, b in zip(once, often, strict=True):
+            torch.testing.assert_close(b, a)
+        assert max(kept) <= BUFFERS
