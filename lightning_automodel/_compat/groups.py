@@ -101,7 +101,7 @@ def shared_store(prefix: str) -> Store:
 
 def group_of_name(name: str) -> ProcessGroup:
     """Return the group that calls itself ``name``; operations of torch's take groups so, and find them privately."""
-    return distributed_c10d._resolve_process_group(name)
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
