@@ -143,10 +143,7 @@ def apply_fsdp2(
         shard_experts(experts, axes, inside, in_float32, offload, freed)
     communicate_over_gloo(model, mesh)
     if towers or reads_more_than_text(model):
-        # On some ranks a batch may have no images: the projector between tower and language model then has no gradient
-        # there, and all ranks must reduce the same parameters.
-        reduce_unused_parameters(model)
-        differentiate_stream(model, towers)
+        _reduce_what_a_batch_may_lack(model, towers)
     for end in embedding.values():
         assert isinstance(end, FSDPModule)
         end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
@@ -156,6 +153,14 @@ def apply_fsdp2(
         forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
         nested = {next(iter(unit.values())): list(experts_inside(unit, experts).values()) for unit in units}
         set_prefetch(forward, backward, *depths, inside=nested)
+
+
+def _reduce_what_a_batch_may_lack(model: nn.Module, towers: dict[str, nn.Module]) -> None:
+    """On some ranks a batch may have no images: the projector between tower and language model then has no gradient
+    there, and all ranks must reduce the same parameters.
+    """
+    reduce_unused_parameters(model)
+    differentiate_stream(model, towers)
 
 
 def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:

@@ -24,7 +24,7 @@ ATTRIBUTES = {
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
-    "torch:_C": ("DisableTorchFunction", "_current_graph_task_id", "_nn"),
+    "torch:_C": ("DisableTorchFunction", "_current_graph_task_id", "_nn", "_storage_Use_Count"),
     "torch:_C._nn": ("_parse_to",),
     "torch:UntypedStorage": ("_cdata",),
     "torch._subclasses.fake_tensor:": ("_DISPATCH_META_HANDLERS", "in_kernel_invocation_manager"),
@@ -43,7 +43,7 @@ ATTRIBUTES = {
     "torch.autograd:Variable": ("_execution_engine",),
     "torch.distributed:ProcessGroup": ("_device_types", "_get_backend"),
     "torch.distributed:ProcessGroupGloo._Options": ("_timeout",),
-    "torch.distributed.distributed_c10d:": ("_set_pg_timeout",),
+    "torch.distributed.distributed_c10d:": ("_resolve_process_group", "_set_pg_timeout"),
     "torch.distributed.device_mesh:DeviceMesh": (
         "_concatenate",
         "_flatten",
@@ -67,7 +67,7 @@ ATTRIBUTES = {
         "_sharding_spec",
         "_unsharded_param",
     ),
-    f"{FSDP}._fsdp_param_group:FSDPParamGroup": ("_partial_reduce_output",),
+    f"{FSDP}._fsdp_param_group:FSDPParamGroup": ("_all_gather_comm", "_partial_reduce_output", "_reduce_scatter_comm"),
     f"{FSDP}._fsdp_state:FSDPState": (
         "_auto_reshard_after_forward",
         "_fsdp_param_groups",
