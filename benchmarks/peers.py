@@ -2,9 +2,9 @@
 
 Every run is a command of its own, ``torchrun`` on two ranks: it imports, reads a Llama from its files, takes AdamW
 steps with clipping on two rows per step, and saves. "full" trains all weights on two data ranks; "LoRA" trains adapters
-of peft on all linear layers; "tp=2" splits the layers. Each library is used as its documentation shows
-(transformers' Trainer takes a fused AdamW, the others torch's default). One that cannot run a case is shown with its
-error.
+of peft on all linear layers; "tp=2" splits the layers. Each library is used as its documentation shows, and all take
+torch's fused AdamW, the default of transformers' Trainer and of our CausalLM. One that cannot run a case is shown with
+its error.
 """
 
 import json
