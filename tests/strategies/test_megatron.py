@@ -92,6 +92,44 @@ def test_precision_is_that_of_fsdp2(pool2: Pool) -> None:
                 assert (actual["parameters"][name] - value).norm() <= bound * value.norm(), (precision, name)
 
 
+# ---- what trains -----------------------------------------------------------------------------------------------------
+
+
+class Changing(Descending):
+    """Freezes all but the first block, or nothing, and changes its mind in the second epoch."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.is_frozen = is_frozen
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.current_epoch == 0:
+            self.model.model.layers[1].requires_grad_(not self.is_frozen)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.model.model.layers[1].requires_grad_(self.is_frozen)
+
+
+def change(is_frozen: bool) -> tuple[str, int]:
+    cuda_on_cpu.install()
+    module = Changing(is_frozen)
+    run = make_trainer(MegatronFSDPStrategy(), max_epochs=2)
+    try:
+        run.fit(module, batches(world_size()))
+    except ValueError as error:
+        return str(error), run.current_epoch
+    return "", run.current_epoch
+
+
+@pytest.mark.parametrize(("is_frozen", "word"), [(True, "unfrozen"), (False, "frozen")])
+def test_what_trains_stays_what_trains(is_frozen: bool, word: str, pool2: Pool) -> None:
+    for message, epoch in pool2.run(change, is_frozen, trainer=True):
+        assert f"model.layers.1.input_layernorm.weight was {word} after Megatron-FSDP had sharded it" in message
+        assert epoch == 1
+
+
 # ---- steps by hand ---------------------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ class ShardedModules:
             if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
                 sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
         self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
+        self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         starts = self._describe(slices)
         if dtypes.main is not None:
@@ -93,9 +94,11 @@ class ShardedModules:
             is_last: this micro-batch ends the window, so gradients are to be reduced.
 
         Raises:
-            ValueError: if gradients of an earlier window are left, and the stage cannot add to them.
+            ValueError: if gradients of an earlier window are left, and the stage cannot add to them; or if a parameter
+                was frozen or unfrozen since it was sharded.
         """
         if self._window_is_closed:
+            self._refuse_changes_of_what_trains()
             self._follow_zero_grad()
         self._window_is_closed = False
         self.wrapper.is_last_microbatch = is_last
@@ -110,6 +113,22 @@ class ShardedModules:
             self._window_is_closed = True
             if self.config.check_for_nan_in_grad:
                 self._check_finite()
+
+    def _trained_now(self) -> set[str]:
+        """Name what trains, by the parameters that compute and by those that the optimizer has."""
+        held = (self.wrapper.raw_param, self._parameters)
+        return {f"{place} {name}" for place, kind in enumerate(held) for name, p in kind.items() if p.requires_grad}
+
+    def _refuse_changes_of_what_trains(self) -> None:
+        """The library makes buffers of gradients for what trains when it shards, and looks at nothing else."""
+        changed = self._trained ^ self._trained_now()
+        if changed:
+            name = min(changed).partition(".")[2]
+            raise ValueError(
+                f"{name} was {'frozen' if changed & self._trained else 'unfrozen'} after Megatron-FSDP had sharded it, "
+                "which has gradients only for what trained then; freeze in configure_model and leave it so, or use "
+                "FSDP2TPStrategy, which follows"
+            )
 
     def _follow_zero_grad(self) -> None:
         """Clear the library's buffers of gradients, which ``zero_grad`` of an optimizer does not know."""
