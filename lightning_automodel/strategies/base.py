@@ -130,6 +130,19 @@ class SharedHooks(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers_to_device()
 
+    def refuse_layer_sync(self) -> None:
+        """Refuse ``Trainer(sync_batchnorm=True)``, for strategies that shard.
+
+        Raises:
+            ValueError: if it was asked for.
+        """
+        if self._layer_sync is not None:
+            raise ValueError(
+                f"Trainer(sync_batchnorm=True): {type(self).__name__} leaves batch norms as they are, with the "
+                "statistics of each rank's rows; use DDPStrategy, or convert them in configure_model with "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm (CUDA only), and leave sync_batchnorm out"
+            )
+
     def _check_gradient_hooks(self) -> None:
         if not self.runs_gradient_hooks:
             refuse_gradient_hooks(self._module)

@@ -110,6 +110,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def before_launch(self) -> None:
         _ = self.sizes  # an error here comes before any process is started
+        self.refuse_layer_sync()
 
     @override
     def setup_environment(self) -> None:

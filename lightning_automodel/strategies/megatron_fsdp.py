@@ -103,6 +103,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     def before_launch(self) -> None:
         device.require_cuda(self.root_device)
         _ = self.sizes  # an error here comes before any process is started
+        self.refuse_layer_sync()
 
     @override
     def setup_environment(self) -> None:

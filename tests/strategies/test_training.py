@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import (
     HIDDEN,
@@ -296,3 +298,11 @@ def test_torch_compile(pool2: Pool, tmp_path: Path) -> None:
         assert not any("_orig_mod" in name for name in found["names"])
         assert found["warnings"] == 1
     assert "incompatible" in pool2.run(refuse_compiled, trainer=True)[0]
+
+
+# ---- what a strategy that shards does not do -------------------------------------------------------------------------
+
+
+def test_synchronized_batch_norms_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sync_batchnorm=True\): FSDP2TPStrategy leaves batch norms as they are"):
+        L.Trainer(accelerator="cpu", devices=1, strategy=FSDP2TPStrategy(), sync_batchnorm=True, barebones=True)
