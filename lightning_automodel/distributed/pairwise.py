@@ -53,7 +53,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
 def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
     members = group_of_name(group)
     rows = output.view(members.size(), -1)
-    _exchange([input.view(-1)] * members.size(), list(rows), members)
+    exchange([input.view(-1)] * members.size(), list(rows), members)
     if rows[members.rank()].data_ptr() != input.data_ptr():
         rows[members.rank()].copy_(input.view(-1))
 
@@ -63,14 +63,14 @@ def _reduce_scatter(output: Tensor, input: Tensor, group: str) -> None:
     members = group_of_name(group)
     rows = list(input.view(members.size(), -1))
     terms = [row if rank == members.rank() else torch.empty_like(row) for rank, row in enumerate(rows)]
-    _exchange(rows, terms, members)
+    exchange(rows, terms, members)
     total = output.view(-1)
     torch.add(terms[0], terms[1], out=total)
     for term in terms[2:]:
         total.add_(term)
 
 
-def _exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) -> None:
+def exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) -> None:
     """Send ``sent[i]`` to rank i and receive ``received[i]`` from it, for all others."""
     rank, ranks = group.rank(), group.size()
     works = []
