@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.library import custom_op
 
-from lightning_automodel._compat.groups import group_of_name
+from lightning_automodel._compat.groups import group_of_name, timeout_of
 
 _TAG = 71  # of these messages, so that no other is taken for one
 
@@ -78,6 +78,7 @@ def exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) ->
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
         works.append(dist.irecv(received[source], group=group, group_src=source, tag=_TAG))
         works.append(dist.isend(sent[to], group=group, group_dst=to, tag=_TAG))
+    timeout = timeout_of(group)  # messages know only the one that the group was made with
     for work in works:
         assert work is not None
-        work.wait()
+        work.wait(timeout)
