@@ -33,6 +33,13 @@ class Without(logging.Filter):
         """Tells whether ``record`` stays."""
         return self.text not in record.getMessage()
 
+    def __eq__(self, other: object) -> bool:
+        """Tells whether ``other`` drops the same; loggers take equal filters once."""
+        return isinstance(other, Without) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
 
 def leave_out_asides() -> None:
     """Leaves out advertisements, and what is no word about the run that the command starts."""

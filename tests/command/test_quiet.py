@@ -1,5 +1,6 @@
 """Nothing is printed before the first line about the run, and beside such lines, that is not the user's."""
 
+import logging
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_automodel.command.quiet import be_quiet
 from tests.docs.conftest import workspace
@@ -73,9 +74,14 @@ def test_other_commands_print_what_is_about_them(workspace: Path, name: str) -> 
     assert name == "evaluate" or lines == []
 
 
-def test_only_what_is_not_about_the_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with warnings.catch_warnings(record=True) as shown, caplog.at_level("INFO"):
+def test_only_what_is_not_about_the_run_is_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # other tests of this process may have been another,
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch.utilities.rank_zero"), "filters", [])  # and more quiet
+    with warnings.catch_warnings(record=True) as shown, caplog.at_level("INFO", logger="lightning.pytorch"):
         warnings.simplefilter("always")
+        be_quiet()
         be_quiet()
         warnings.warn("Starting from v1.9.0, `tensorboardX` has been removed as a dependency", stacklevel=1)
         warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
@@ -84,6 +90,8 @@ def test_only_what_is_not_about_the_run_is_left_out(caplog: pytest.LogCaptureFix
         rank_zero_info("GPU available: False, used: False")
     assert [str(warning.message)[:17] for warning in shown] == ["`something_else` "]
     assert [record.getMessage() for record in caplog.records] == ["GPU available: False, used: False"]
+    filters = logging.getLogger("lightning.pytorch.utilities.rank_zero").filters
+    assert len(filters) == len(set(filters)) > 0
 
 
 def test_other_ranks_do_not_repeat_what_libraries_warn_of(monkeypatch: pytest.MonkeyPatch) -> None:
