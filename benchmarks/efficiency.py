@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks._measure import describe_machine, medians, quartiles
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, parallelize
+from lightning_automodel.distributed.pairwise import all_gather, reduce_scatter
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.parallel.levers.collectives import Collectives
@@ -189,8 +190,9 @@ class _Sizes(Collectives):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.found["bytes"].copy()
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        ours = " of ours" if func.namespace == "lightning_automodel" else ""
         for key, size in (self.found["bytes"] - before).items():
-            self.calls[key.split()[1], size] += 1
+            self.calls[key.split()[1] + ours, size] += 1
         return result
 
 
@@ -210,6 +212,8 @@ def alone(kind: str, size: int) -> float:
         "all-gather": lambda: dist.all_gather_into_tensor(whole[: 2 * len(part)], part),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole[: 2 * len(part)]),
         "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(part), part),
+        "all-gather of ours": lambda: all_gather(whole[: 2 * len(part)], part, dist.group.WORLD),
+        "reduce-scatter of ours": lambda: reduce_scatter(part, whole[: 2 * len(part)], dist.group.WORLD),
     }
     dist.barrier()
     before = time.perf_counter()

@@ -164,16 +164,17 @@ def _read(path: str) -> dict[str, Any]:
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     found = {
         "model": model.get("model"),
-        "world": devices * nodes if isinstance(devices, int) else None,
+        "world": int(devices) * nodes if str(devices).isdigit() else None,  # --print_config writes '8'
         "seq": data.get("sequence_length"),
         "micro_batch": data.get("batch_size"),
         "accumulate": trainer.get("accumulate_grad_batches"),
         "precision": trainer.get("precision"),
-        "clips": "gradient_clip_val" in trainer,
+        "clips": trainer.get("gradient_clip_val") is not None,
         **{name: arguments.get(name) for name in ("tp", "cp", "ep", "dp_replicate")},
     }
     known = {key: value for key, value in found.items() if value is not None}
-    return {**known, "switches": arguments.get("config") or {}}
+    config = arguments.get("config") or {}
+    return {**known, "switches": config.get("init_args", config)}
 
 
 def yaml_of(model: str, run: Run, devices: int) -> dict[str, Any]:

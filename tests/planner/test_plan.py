@@ -126,6 +126,36 @@ def test_the_command_plans_a_run(model_folder: Path, capsys: pytest.CaptureFixtu
     assert "reduce_scatter  tp" in text
 
 
+def test_the_command_reads_what_a_run_prints_of_itself(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    printed = {
+        "trainer": {
+            "devices": "2",
+            "num_nodes": 2,
+            "gradient_clip_val": None,
+            "strategy": {
+                "class_path": "lightning_automodel.FSDP2TPStrategy",
+                "init_args": {
+                    "tp": 2,
+                    "dp_shard": "auto",
+                    "config": {
+                        "class_path": "lightning_automodel.FSDP2Config",
+                        "init_args": {"sequence_parallel": True, "mp_policy": None},
+                    },
+                },
+            },
+        },
+        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": {"model": str(model_folder)}},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(printed))
+    main(["plan", f"--config={path}"])
+    text = capsys.readouterr().out
+    assert "4 ranks on 1 node" in text
+    assert "reduce_scatter  tp" in text
+
+
 def test_the_command_reads_and_writes_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model_folder.parent / "run.yaml"
     main(["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", f"--write={path}"])
