@@ -198,7 +198,8 @@ def mistakes(hour: Hour) -> None:
 def documents(hour: Hour) -> None:
     """Runs the command lines of each page in their order, beside a run.yaml of one's own."""
     for page in sorted((hour.folder / "docs").rglob("*.md")):
-        shutil.rmtree(hour.folder / "build" / "pages", ignore_errors=True)
+        for earlier in ("build/pages", "lightning_logs"):  # runs of a page are its own: version_0 is its first
+            shutil.rmtree(hour.folder / earlier, ignore_errors=True)
         shutil.copy(hour.folder / "examples" / "full.yaml", hour.folder / "run.yaml")
         for block, command in commands_that_run(blocks(page, "sh")):
             hour.works(f"{command_read_as(command)}  # {page.name}:{block.line}")
