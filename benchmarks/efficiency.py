@@ -4,7 +4,8 @@ Efficiency is the time of one process with one thread over twice the time on two
 rank is what its thread computes and what it is blocked. Of the first, matrix products (attention among them) are
 counted by torch's profiler, and set against half of those of one process; what is beyond is narrower or repeated
 products. Of the second, the collectives of the step are run again with nothing between them, all ranks together: that
-is what their bytes cost here. The rest is waiting for the other rank.
+is what their bytes cost here. The rest is waiting for the other rank. The last table has what FSDP2 sends over gloo
+beside gloo's own collectives.
 """
 
 import time
@@ -29,6 +30,7 @@ from tests.parallel.levers.collectives import Collectives
 
 WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
 WARM, STEPS, PROFILED, REPEATS = 3, 9, 3, 5
+SIZES = (1, 8, 48)  # of messages, MiB
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
 
 
@@ -63,6 +65,7 @@ def main() -> None:
         for compiled in (False, True)[: 1 + arguments.compile]:
             for width in widths:
                 page.add(table(nursery, width, rounds, compiled))
+        page.add(messages(Pool(nursery, 2), (1,) if arguments.smoke else SIZES))
     finally:
         nursery.close()
     page.finish(arguments)
@@ -70,7 +73,7 @@ def main() -> None:
 
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
-    found = [f"{way} {tables[-1].number(way, 'efficiency'):.2f}" for way in list(WAYS)[1:]]
+    found = [f"{way} {tables[len(WIDTHS) - 1].number(way, 'efficiency'):.2f}" for way in list(WAYS)[1:]]
     return f"efficiency of two ranks at hidden {WIDTHS[-1]}: {', '.join(found)}"
 
 
@@ -120,6 +123,16 @@ def row(name: str, runs: list[dict[str, float]], one: dict[str, float]) -> str:
     parts = (half, products, rest, here["collectives"], waiting)
     cells += [f"{half / here['step']:.2f}", *(f"{part:.0f}" for part in parts)]
     return f"| {name} | {' | '.join(cells)} |"
+
+
+def messages(pool: Pool, sizes: tuple[int, ...]) -> Iterator[str]:
+    """What FSDP2's collectives take beside gloo's own, line by line."""
+    yield from ("", "## Messages between two ranks, and gloo's own collectives", "")
+    yield "| MiB, whole | all-gather of gloo | by messages | reduce-scatter of gloo | by messages |"
+    yield "|---|---|---|---|---|"
+    for size in sizes:
+        cells = pool.run(both, size * 2**20)[0]
+        yield f"| {size} | {' | '.join(f'{1e3 * seconds:.1f}' for seconds in cells)} |"
 
 
 # ---- on each rank ----------------------------------------------------------------------------------------------------
@@ -201,6 +214,13 @@ def replayed(step: Callable[[], None]) -> float:
     with _Sizes() as sizes:
         step()
     return sum(count * median(alone(kind, size) for _ in range(REPEATS)) for (kind, size), count in sizes.calls.items())
+
+
+def both(size: int) -> list[float]:
+    """Seconds of gloo's own and of messages, in the order of the table."""
+    kinds = [f"{kind}{way}" for kind in ("all-gather", "reduce-scatter") for way in ("", " of ours")]
+    runs = [[alone(kind, size) for kind in kinds] for _ in range(4 * REPEATS)]
+    return [median(of_kind) for of_kind in zip(*runs, strict=True)]
 
 
 def alone(kind: str, size: int) -> float:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Its name until torch 2.12, which later ones warn of."""
+"""torch 2.13 gave it another name, and warns of the old one."""
 
 
 def open_store(prefix: str) -> Store | None:
@@ -105,5 +105,5 @@ def group_of_name(name: str) -> ProcessGroup:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout of collectives over ``group``, as it was made."""
+    """Return the timeout of collectives over ``group``, which may be another than it was made with."""
     return group._get_backend(group._device_types[0]).options._timeout

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_automodel.command.mistakes import proposal
 from lightning_automodel.command.trained import make_trainer, opened
+from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
 from lightning_automodel.finetuning.sources import find_sources

@@ -1,12 +1,13 @@
 """All-gather and reduce-scatter over gloo, as messages between pairs of ranks.
 
-gloo's own take two to four times as long on one machine. Here every rank sends straight to every other what that one
-needs. Reduce-scatter of [4, n], of which rank 1 keeps row 1::
+Every rank sends straight to every other what that one needs, all at once; gloo's own take longer
+(``benchmarks.efficiency`` has both). Reduce-scatter of [4, n], of which rank r keeps row r::
 
-              GPU 0      GPU 1      GPU 2      GPU 3
-    round 1   row 1 ->   <- row 1, to 2 row 2 ->  ...      rank r sends row r + 1 to rank r + 1
-    round 2   row 2 -> 2, row 3 -> 3, row 0 -> 0  ...      row r + 2 to rank r + 2; none waits for another round
-    sum       row 1 of all four, in the order of the ranks, on rank 1
+                         rank 0    rank 1    rank 2    rank 3
+    to the next          row 1     row 2     row 3     row 0
+    to the one after     row 2     row 3     row 0     row 1
+    to the one before    row 3     row 0     row 1     row 2
+    then the sum of      row 0     row 1     row 2     row 3     its own and three that came, in the order of the ranks
 
 Both are operations of torch's, so that what counts collectives, or profiles them, sees one each.
 """

@@ -61,12 +61,11 @@ class _Gather:
         """Return memory for a gathered unit."""
         return self.memory.take(math.prod(size), dtype)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        """Gather; in the background where ``unshard(async_op=True)`` asks for that, and by gloo then."""
-        if async_op:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather, also where ``unshard(async_op=True)`` would have it done in the background."""
         all_gather(output_tensor, input_tensor, group)
-        return None
 
 
 class _ReduceScatter:
@@ -82,11 +81,13 @@ class _ReduceScatter:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
-        """Reduce to sums or means, which is what FSDP2 asks for unless it was given a factor."""
-        if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or group.size() == 1:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    ) -> None:
+        """Reduce to sums or means; FSDP2 asks for others where it was given a factor, and gloo has none of them."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"{op}: gradients are summed or averaged over gloo; leave out set_gradient_divide_factor, or scale the "
+                "loss by the factor"
+            )
         reduce_scatter(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
-        return None

@@ -114,16 +114,16 @@ class ShardedModules:
             if self.config.check_for_nan_in_grad:
                 self._check_finite()
 
-    def _trained_now(self) -> set[str]:
-        """Name what trains, by the parameters that compute and by those that the optimizer has."""
-        held = (self.wrapper.raw_param, self._parameters)
-        return {f"{place} {name}" for place, kind in enumerate(held) for name, p in kind.items() if p.requires_grad}
+    def _trained_now(self) -> set[tuple[str, str]]:
+        """Name what trains, among the parameters that compute and among those that the optimizer has."""
+        held = {"computes": self.wrapper.raw_param, "steps": self._parameters}
+        return {(name, use) for use, kind in held.items() for name, p in kind.items() if p.requires_grad}
 
     def _refuse_changes_of_what_trains(self) -> None:
         """The library makes buffers of gradients for what trains when it shards, and looks at nothing else."""
         changed = self._trained ^ self._trained_now()
         if changed:
-            name = min(changed).partition(".")[2]
+            name = min(changed)[0].partition(".")[2]  # behind the number of the module
             raise ValueError(
                 f"{name} was {'frozen' if changed & self._trained else 'unfrozen'} after Megatron-FSDP had sharded it, "
                 "which has gradients only for what trained then; freeze in configure_model and leave it so, or use "
