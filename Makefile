@@ -7,6 +7,7 @@ MOMENTS ?= 50
 PARTS ?=
 SEED ?= $(shell date +%s)
 TORCH ?= 2.15.0
+WORKERS ?= 2
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -33,8 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -e '.[dev,docs]' -c constraints.txt
 	@touch $@
 
-test: $(STAMP) ## run the tests on this machine's CPU; PYTEST_ARGS="-k name" chooses some
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP) ## run the tests on this machine's CPU, WORKERS=2 files at a time; PYTEST_ARGS="-k name" chooses some
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)

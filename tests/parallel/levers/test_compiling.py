@@ -65,7 +65,9 @@ def generated(model: Any) -> torch.Tensor:
         return model.eval().generate(token_ids(), max_new_tokens=3, do_sample=False)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "case", with_long(range(len(CASES)), 1), ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+)
 def test_on_two_ranks(case: int, pool2: Pool) -> None:
     for found in pool2.run(compiled_runs, case, timeout=100):
         check(found, CASES[case][-1])
