@@ -13,6 +13,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 OTHER := .venv-torch-$(TORCH)
+NEMO := .venv-nemo
 
 # One thread: the ranks of a test share the cores. Offline: tests build their own tiny models.
 export OMP_NUM_THREADS ?= 1
@@ -22,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-gpu bench-smoke quickstart first-hour clean
+.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +71,14 @@ docs: $(STAMP) ## build the documentation as a site, build/site; a dead link or 
 bench: $(STAMP) ## run all benchmarks and write their pages, or only some: BENCH="name other_name"
 	$(BIN)/python -m benchmarks $(or $(BENCH),--all) --write
 
+venv-nemo: $(NEMO)/.installed ## an environment of its own for nemo-automodel, which pins other versions: a row of some benchmarks
+
+# With triton 3.9, which it does not exclude, it does not import; of torch it takes any, and would take one with CUDA.
+$(NEMO)/.installed: Makefile
+	test -x $(NEMO)/bin/python || $(PYTHON) -m venv $(NEMO)
+	$(NEMO)/bin/python -m pip install --quiet nemo-automodel==0.7.0 triton==3.7.1 $(shell grep '^torch==' constraints.txt)
+	@touch $@
+
 bench-smoke: $(STAMP) ## run every benchmark in its smallest form: none rots
 	$(BIN)/python -m benchmarks --all --smoke
 	$(BIN)/python -m benchmarks.gpu --smoke
@@ -85,5 +94,5 @@ first-hour: $(STAMP) ## play a new user's first hour in a fresh clone; PARTS="re
 	$(BIN)/python -m tests.first_hour $(PARTS)
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(NEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 GB = 10**9
+VALUE = 0.01  # of every weight
 
 
 def config(layers: int) -> LlamaConfig:
@@ -28,6 +29,6 @@ def write_model(directory: Path, layers: int) -> int:
         model = LlamaForCausalLM(config(layers))
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     for parameter in model.parameters():
-        parameter.data.fill_(0.01)
+        parameter.data.fill_(VALUE)
     model.save_pretrained(directory, max_shard_size="200MB")
     return sum(p.nbytes for p in model.parameters())

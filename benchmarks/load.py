@@ -1,4 +1,4 @@
-"""Memory, bytes and time of from_pretrained on 4 ranks: sharded while loading, and loaded, then sharded.
+"""Memory, bytes and time of from_pretrained: sharded while loading on 4 ranks; beside other libraries on 2.
 
 Writes docs/loading.md.
 """
@@ -7,7 +7,7 @@ import importlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks import _peer_loads
+from benchmarks._attempts import by_nemo, in_a_line, on_ranks, versions_of_nemo
 from benchmarks._measure import Memory, describe_machine, medians
 from benchmarks._model_on_disk import GB, write_model
 from benchmarks._page import Page, Table
+from benchmarks._peer_loads import DDP, NEMO, SPLIT, WAYS
+from benchmarks._peer_loads import OURS as OUR_WAY
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading import sharded_loading
@@ -31,12 +35,13 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support import cuda_on_cpu
 
 RANKS = 4
+SMOKE_WAYS = [OUR_WAY, SPLIT]  # the last one fails here
 
 
 def main() -> None:
     """Entry point."""
     page = Page("loading.md", "load", keeps_sections=True)
-    parser = page.parser(__doc__, rounds=3)
+    parser = page.parser(__doc__, rounds=2)
     parser.add_argument("--layers", type=int, default=8, help="47 million parameters each, beside 131 million")
     options = parser.parse_args()
     layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)
@@ -49,8 +54,9 @@ def main() -> None:
             for name in VARIANTS:
                 ranks = Pool(nursery, RANKS).run(task, directory, name, timeout=300)
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
+        page.add(lines(size, rounds))
+        page.add(beside_others(nursery, directory, SMOKE_WAYS if options.smoke else list(WAYS), repetitions))
     nursery.close()
-    page.add(lines(size, rounds))
     page.finish(options)
 
 
@@ -173,6 +179,45 @@ def lines(size: int, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
             f"{cell['resident'] / bound:.2f} | {cell['bytes'] / cell['share']:.2f} |"
         )
     return result
+
+
+def beside_others(nursery: Nursery, directory: str, ways: list[str], repetitions: int) -> Iterator[str]:
+    """Second table, line by line: the same files into two ranks, by other libraries."""
+    pins = versions_of_nemo()
+    yield from (
+        "",
+        f"Beside other libraries: the same files into {_peer_loads.RANKS} ranks, each library as its documentation",
+        "shows (accelerate runs DDP on CPU: all weights on every rank). nemo-automodel has an environment of",
+        f"its own, which `make venv-nemo` makes{f': {pins}' if pins else ''}.",
+        "",
+        "| | layout | seconds | own memory, peak | resident, peak | a rank's weights |",
+        "|---|---|---|---|---|---|",
+    )
+    for layout, tp in {"dp=2": 1, "tp=2": 2}.items():
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways if tp == 1 or way != DDP}
+        for _ in range(repetitions):
+            for way, runs in found.items():
+                if not any("error" in run for run in runs):
+                    runs.append(load_by(nursery, way, tp, directory))
+        for way, runs in found.items():
+            yield f"| {way} | {layout} | {cells(runs)} |"
+
+
+def load_by(nursery: Nursery, way: str, tp: int, directory: str) -> dict[str, Any]:
+    """The worst of the ranks, or the error."""
+    if way == NEMO:
+        return by_nemo("benchmarks._peer_loads", way, str(tp), directory)
+    ranks = on_ranks(Pool(nursery, _peer_loads.RANKS), _peer_loads.measure, way, tp, directory)
+    return ranks[0] if "error" in ranks[0] else {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def cells(runs: list[dict[str, Any]]) -> str:
+    """What one way of a layout took, or its error."""
+    if error := next((run["error"] for run in runs if "error" in run), None):
+        return f"{in_a_line(error)} | | |"
+    found = medians(runs)
+    sizes = (f"{found[key] / GB:.3f} GB" for key in ("own", "resident", "share"))
+    return f"{found['seconds']:.2f} | {' | '.join(sizes)}"
 
 
 if __name__ == "__main__":

@@ -1,78 +1,42 @@
-"""Memory and time of head and loss: plain, cut on the vocabulary, in chunks. Writes docs/loss_memory.md.
+"""Memory and time of head and loss: plain, cut on the vocabulary, in chunks, by others. Writes docs/loss_memory.md.
 
 Each measurement is a process of its own (one per rank): hidden states, weight and labels are made, then the forward and
 backward pass runs once. Memory is the peak above what was held before, so the gradient of the weight counts and the
 weight does not: on the CPU of resident memory, on CUDA of allocated memory. Time is that of the process on the CPU (the
-machine may be shared), the wall clock on CUDA.
+machine may be shared), the wall clock on CUDA. What is compiled has been compiled before.
 """
 
 import argparse
 import json
 import os
 import platform
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import linear, pad
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from benchmarks._measure import forget_peak, status
+from benchmarks._attempts import by_nemo, in_a_line, on_ranks, versions_of_nemo
+from benchmarks._losses import NEMO, OURS, PEERS, Task, measure
 from benchmarks._page import Page, Table
-from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
-from lightning_automodel.distributed.collectives import copy_in, shard_bounds
-from lightning_automodel.loss.install import causal_lm_loss
-from lightning_automodel.loss.sharded_logits import join_shards
+from lightning_automodel.testing.pool import Nursery, Pool
 
 GIB = 2**30
-VARIANTS = {
-    "plain": "transformers' loss of whole logits",
-    "whole": "ours, of whole logits",
-    "cut": "ours, of logits cut on the vocabulary over 2 ranks",
-    "chunked": "ours, in chunks",
-    "chunked, cut": "ours, in chunks, the vocabulary cut over 2 ranks",
-}
 GRIDS = {
-    "cpu": [(32_000, 4096), (32_000, 16_384), (32_000, 32_768), (128_000, 4096), (256_000, 2048)],
+    "cpu": [(32_000, 4096), (128_000, 1024)],
     "cuda": [(v, t) for v in (32_000, 128_000, 256_000) for t in (8192, 32_768)],
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One measurement."""
-
-    variant: str
-    vocabulary: int
-    tokens: int
-    hidden: int
-    chunk: int
-    dtype: str
-    device: str
-
-    @property
-    def ranks(self) -> int:
-        return 2 if "cut" in self.variant else 1
+SMOKE_PEERS = [name for name in PEERS if name.startswith(("torch's", "Liger"))]  # the last one fails here
+Found = dict[str, float]
 
 
 def main() -> None:
+    """Entry point of ``python -m benchmarks.loss_memory``."""
     page = Page("loss_memory.md", "loss_memory")
     arguments = parse(page)
-    if arguments.one:
-        print(json.dumps(measure(Task(**json.loads(arguments.one)))))
-        return
     template = Task(
-        variant="",
+        way="",
         vocabulary=0,
         tokens=0,
         hidden=arguments.hidden,
@@ -81,7 +45,18 @@ def main() -> None:
         device=arguments.device,
     )
     page.add([*describe(arguments), ""])
-    page.add(rows(template, arguments.memory * GIB, [(512, 64)] if arguments.smoke else GRIDS[arguments.device]))
+    grid = [(512, 64)] if arguments.smoke else GRIDS[arguments.device]
+    nursery = Nursery()
+    try:
+        measured: dict[tuple[int, int], dict[str, Found | None]] = {}
+        page.add(rows(nursery, template, arguments.memory * GIB, grid, measured))
+        vocabulary, tokens = grid[0]
+        template = replace(template, vocabulary=vocabulary, tokens=tokens)
+        page.add(
+            peers(nursery, template, measured[vocabulary, tokens], SMOKE_PEERS if arguments.smoke else list(PEERS))
+        )
+    finally:
+        nursery.close()
     page.finish(arguments)
 
 
@@ -92,13 +67,13 @@ def headline(tables: list[Table]) -> str:
 
 
 def parse(page: Page) -> argparse.Namespace:
+    """Read the command line."""
     parser = page.parser(__doc__)
     parser.add_argument("--device", choices=list(GRIDS), default="cpu")
     parser.add_argument("--hidden", type=int, help="width of the model; 512 on cpu, 4096 on cuda")
     parser.add_argument("--dtype", help="float32 on cpu, bfloat16 on cuda")
     parser.add_argument("--chunk", type=int, help="tokens per chunk; 256 on cpu, 1024 on cuda")
     parser.add_argument("--memory", type=float, default=8, help="GiB; what would need more is left out")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     on_cpu = arguments.device == "cpu"
     arguments.hidden = arguments.hidden or (512 if on_cpu else 4096)
@@ -108,6 +83,7 @@ def parse(page: Page) -> argparse.Namespace:
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
+    """Head of the page."""
     on_cpu = arguments.device == "cpu"
     machine = f"{platform.machine()}, {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name()
     return [
@@ -119,24 +95,33 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         f"({machine}), one thread per rank; torch {torch.__version__}, transformers {transformers.__version__}; "
         f"{date.today()}. Written by `python -m benchmarks.loss_memory --device {arguments.device} --write`.",
         "",
-        *(f"- {name}: {meaning}" for name, meaning in VARIANTS.items()),
+        *(f"- {name}: {meaning}" for name, (_, meaning) in OURS.items()),
         "",
         f"`-`: would need more than {arguments.memory:.0f} GiB (or a second GPU). In parentheses: against plain.",
     ]
 
 
-def rows(template: Task, memory: float, grid: list[tuple[int, int]]) -> Iterator[str]:
-    yield "| vocabulary | tokens | | " + " | ".join(VARIANTS) + " |"
-    yield "|---" * (3 + len(VARIANTS)) + "|"
+def rows(
+    nursery: Nursery,
+    template: Task,
+    memory: float,
+    grid: list[tuple[int, int]],
+    measured: dict[tuple[int, int], dict[str, Found | None]],
+) -> Iterator[str]:
+    """First table, line by line; fills ``measured`` by size and name."""
+    yield "| vocabulary | tokens | | " + " | ".join(OURS) + " |"
+    yield "|---" * (3 + len(OURS)) + "|"
     for vocabulary, tokens in grid:
         task = replace(template, vocabulary=vocabulary, tokens=tokens)
-        results = [run(replace(task, variant=name), memory) for name in VARIANTS]
+        results = {name: run(nursery, replace(task, way=name), memory) for name in OURS}
+        measured[vocabulary, tokens] = results
         for unit, key in (("GiB per rank", "peak"), ("seconds", "seconds")):
-            cells = " | ".join(cell(result, results[0], key) for result in results)
+            cells = " | ".join(cell(result, results["plain"], key) for result in results.values())
             yield f"| {vocabulary // 1000}k | {tokens} | {unit} | {cells} |"
 
 
-def cell(result: dict[str, float] | None, plain: dict[str, float] | None, key: str) -> str:
+def cell(result: Found | None, plain: Found | None, key: str) -> str:
+    """One figure, with its ratio to the plain way's."""
     if result is None:
         return "-"
     value = result[key] / GIB if key == "peak" else result[key]
@@ -146,108 +131,60 @@ def cell(result: dict[str, float] | None, plain: dict[str, float] | None, key: s
     return f"{value:.2f} (1/{1 / ratio:.1f})" if key == "peak" else f"{value:.2f} ({ratio:.2f} x)"
 
 
-def run(task: Task, memory: float) -> dict[str, float] | None:
+def run(nursery: Nursery, task: Task, memory: float) -> Found | None:
     """The worst of the ranks, or ``None`` if it is left out."""
     if expected_memory(task) > memory or (task.device == "cuda" and task.ranks > torch.cuda.device_count()):
         return None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(task.ranks)}
-    command = [sys.executable, "-m", "benchmarks.loss_memory", "--one", json.dumps(asdict(task))]
-    processes = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, env={**os.environ, **shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        )
-        for rank in range(task.ranks)
-    ]
-    answers = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        sys.exit(f"{task} failed")
-    results = [json.loads(answer.splitlines()[-1]) for answer in answers]
-    return {key: max(result[key] for result in results) for key in results[0]}
+    ranks = Pool(nursery, task.ranks).run(measure, task, trainer=True, timeout=600)
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
 def expected_memory(task: Task) -> float:
     """Bytes on all ranks, roughly: in float32 the logits, their logarithms and two gradients."""
-    copies = {"plain": 3, "whole": 2, "cut": 2}.get(task.variant, 0)
+    copies = {"plain": 3, "whole": 2, "cut": 2}.get(task.way, 0)
     return 4.0 * task.vocabulary * (copies * task.tokens + 2 * task.hidden + task.ranks * task.chunk)
 
 
-# ---- in a process of its own -----------------------------------------------------------------------------------------
+def peers(nursery: Nursery, task: Task, ours: dict[str, Found | None], names: list[str]) -> Iterator[str]:
+    """Second table, line by line: what others have for the same, on one rank."""
+    pins = versions_of_nemo()
+    yield from (
+        "",
+        "## By others",
+        "",
+        f"{task.tokens} tokens and {task.vocabulary} classes on one process. The last column compares the loss and",
+        "the norm of both gradients with those of the plain loss. Liger's kernel is for GPUs and no dependency",
+        "of ours. nemo-automodel pins other versions than ours, so that it runs in an environment of its own, which",
+        f"`make venv-nemo` makes{f': {pins}' if pins else ''}. Its chunks are of the same size, and compiled.",
+        "",
+        "| | seconds | GiB | differs by |",
+        "|---|---|---|---|",
+    )
+    plain = ours["plain"]
+    for name in ("plain", "chunked"):
+        yield f"| {OURS[name][1]} | {figures(ours[name], plain)} |"
+    for name in names:
+        yield f"| {name} | {figures(run_peer(nursery, replace(task, way=name)), plain)} |"
 
 
-def measure(task: Task) -> dict[str, float]:
-    torch.set_num_threads(1)
-    group = None
-    if task.ranks > 1:
-        if task.device == "cuda":
-            torch.cuda.set_device(int(os.environ["RANK"]))
-        dist.init_process_group("nccl" if task.device == "cuda" else "gloo")
-        group = dist.group.WORLD
-    step(replace(task, tokens=8, vocabulary=64), *inputs(replace(task, tokens=8, vocabulary=64)))  # loads what is lazy
-    tensors = inputs(task)
-    before = reset_peak(task.device)
-    start = clock(task.device)
-    step(task, *tensors)
-    seconds = clock(task.device) - start
-    result = {"peak": float(peak(task.device) - before), "seconds": seconds}
-    if group is not None:
-        dist.barrier()
-        dist.destroy_process_group()
-    return result
+def run_peer(nursery: Nursery, task: Task) -> dict[str, float | str]:
+    """What one way of others takes, or its error."""
+    if task.way == NEMO:
+        return by_nemo("benchmarks._losses", json.dumps(asdict(task)), ranks=1)
+    return on_ranks(Pool(nursery, 1), measure, task)[0]
 
 
-def inputs(task: Task) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [1, tokens, hidden], this rank's rows of the weight, labels [1, tokens]."""
-    dtype, device = getattr(torch, task.dtype), task.device
-    rank = int(os.environ.get("RANK", "0"))
-    torch.manual_seed(0)
-    hidden = torch.randn(1, task.tokens, task.hidden, device=device, dtype=dtype).requires_grad_()
-    rows = shard_bounds(task.vocabulary, task.ranks, rank)[1]
-    weight = torch.randn(rows, task.hidden, device=device, dtype=dtype).mul_(0.02).requires_grad_()
-    return hidden, weight, torch.randint(task.vocabulary, (1, task.tokens), device=device)
-
-
-def step(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    group: Any = dist.group.WORLD if task.ranks > 1 else None
-    if task.variant.startswith("chunked"):
-        targets = pad(labels, (0, 1), value=-100)[:, 1:]
-        loss = chunked_linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            targets.flatten(),
-            chunk_size=task.chunk,
-            group=group,
-            vocab_size=task.vocabulary,
-        )
-    elif task.variant == "cut":
-        mesh = init_device_mesh(task.device, (task.ranks,))
-        loss = causal_lm_loss(join_shards(linear(copy_in(hidden, group), weight), mesh, task.vocabulary), labels)
-    else:
-        function = causal_lm_loss if task.variant == "whole" else ForCausalLMLoss
-        loss = function(linear(hidden, weight), labels, task.vocabulary)
-    loss.backward()
-
-
-def clock(device: str) -> float:
-    if device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def reset_peak(device: str) -> int:
-    """Forgets the peak; returns what is held."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    forget_peak()
-    return status("VmRSS")
-
-
-def peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else status("VmHWM")
+def figures(found: dict[str, float] | dict[str, float | str] | None, plain: Found | None) -> str:
+    """Cells of one row."""
+    if found is None:
+        return "- | - | -"
+    if "error" in found:
+        return f"{in_a_line(str(found['error']))} | | "
+    values = {key: float(value) for key, value in found.items()}
+    cells = " | ".join(cell(plain if found is plain else values, plain, key) for key in ("seconds", "peak"))
+    if plain is None:
+        return f"{cells} | -"
+    return f"{cells} | {max(abs(values[key] / plain[key] - 1) for key in ('loss', 'norm')):.0e}"
 
 
 if __name__ == "__main__":
