@@ -29,7 +29,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.parallel.levers.collectives import Collectives
 
 WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
-WARM, STEPS, PROFILED, REPEATS = 3, 9, 3, 5
+WARM, STEPS, PROFILED, REPEATS = 2, 5, 1, 5
 SIZES = (1, 8, 48)  # of messages, MiB
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
 
@@ -55,14 +55,12 @@ WAYS = {
 def main() -> None:
     """Entry point of ``python -m benchmarks.efficiency``."""
     page = Page("efficiency.md", "efficiency")
-    parser = page.parser(__doc__, rounds=5)
-    parser.add_argument("--compile", action="store_true", help="also with compiled blocks")
-    arguments = parser.parse_args()
+    arguments = page.parser(__doc__, rounds=2).parse_args()
     widths, rounds = ((64,), 1) if arguments.smoke else (WIDTHS, arguments.rounds)
     page.add(describe())
     nursery = Nursery()
     try:
-        for compiled in (False, True)[: 1 + arguments.compile]:
+        for compiled in (False, True):
             for width in widths:
                 page.add(table(nursery, width, rounds, compiled))
         page.add(messages(Pool(nursery, 2), (1,) if arguments.smoke else SIZES))
@@ -85,7 +83,7 @@ def describe() -> list[str]:
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
         f"Llama, {LAYERS} layers, {ROWS} rows of {LENGTH} tokens in all, float32, SGD; {describe_machine()}. Runs of "
-        "all ways alternate; medians over rounds of each run's median step, with quartiles over rounds. Milliseconds. "
+        "all ways alternate; medians over rounds of each run's median step and of its quartiles. Milliseconds. "
         "Written by `python -m benchmarks.efficiency --write`.",
     ]
 
@@ -112,9 +110,8 @@ def table(nursery: Nursery, width: int, rounds: int, compiled: bool) -> Iterator
 def row(name: str, runs: list[dict[str, float]], one: dict[str, float]) -> str:
     """One line of the table."""
     here = medians(runs)
-    low, high = quartiles([run["step"] for run in runs])
     half = one["step"] / 2
-    cells = [f"{here['step']:.0f}", f"{low:.0f} to {high:.0f}"]
+    cells = [f"{here['step']:.0f}", f"{here['low']:.0f} to {here['high']:.0f}"]
     if name == ONE:
         return f"| {name} | {' | '.join([*cells, *[''] * 6])} |"
     products = here["products"] - one["products"] / 2
@@ -157,8 +154,15 @@ def measure(width: int, way: Way, compiled: bool) -> dict[str, float]:
     products = sum(
         event.self_cpu_time_total for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS)
     )
-    found = {"step": 1e3 * median(seconds), "computing": 1e3 * median(computing), "products": products / 1e3 / PROFILED}
-    return {**found, "collectives": 1e3 * replayed(step) if way.sizes else 0.0}
+    low, high = quartiles(seconds)
+    return {
+        "step": 1e3 * median(seconds),
+        "low": 1e3 * low,
+        "high": 1e3 * high,
+        "computing": 1e3 * median(computing),
+        "products": products / 1e3 / PROFILED,
+        "collectives": 1e3 * replayed(step) if way.sizes else 0.0,
+    }
 
 
 def make_step(width: int, way: Way, compiled: bool) -> Callable[[], None]:
