@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks._measure import describe_machine, medians, quartiles
+from benchmarks._measure import describe_machine, quartiles
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.distributed.pairwise import all_gather, reduce_scatter
@@ -29,7 +29,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.parallel.levers.collectives import Collectives
 
 WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
-WARM, STEPS, PROFILED, REPEATS = 2, 5, 1, 5
+WARM, REPEATS = 2, 5
 SIZES = (1, 8, 48)  # of messages, MiB
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
 
@@ -55,15 +55,16 @@ WAYS = {
 def main() -> None:
     """Entry point of ``python -m benchmarks.efficiency``."""
     page = Page("efficiency.md", "efficiency")
-    arguments = page.parser(__doc__, rounds=2).parse_args()
+    arguments = page.parser(__doc__, rounds=7).parse_args()
     widths, rounds = ((64,), 1) if arguments.smoke else (WIDTHS, arguments.rounds)
     page.add(describe())
     nursery = Nursery()
     try:
-        for compiled in (False, True):
-            for width in widths:
-                page.add(table(nursery, width, rounds, compiled))
-        page.add(messages(Pool(nursery, 2), (1,) if arguments.smoke else SIZES))
+        pool = Pool(nursery, 2)
+        for width in widths:
+            page.add(table(pool, width, rounds, False))
+        page.add(table(pool, widths[-1], rounds, True))
+        page.add(messages(pool, (1,) if arguments.smoke else SIZES))
     finally:
         nursery.close()
     page.finish(arguments)
@@ -82,13 +83,14 @@ def describe() -> list[str]:
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
-        f"Llama, {LAYERS} layers, {ROWS} rows of {LENGTH} tokens in all, float32, SGD; {describe_machine()}. Runs of "
-        "all ways alternate; medians over rounds of each run's median step and of its quartiles. Milliseconds. "
-        "Written by `python -m benchmarks.efficiency --write`.",
+        f"Llama, {LAYERS} layers, {ROWS} rows of {LENGTH} tokens in all, float32, SGD; {describe_machine()}. Two "
+        "processes hold a model of each way and take a step of each in turn; while one trains by itself, the other "
+        "sleeps. Medians and quartiles of steps, of the slower rank; milliseconds. Written by "
+        "`python -m benchmarks.efficiency --write`.",
     ]
 
 
-def table(nursery: Nursery, width: int, rounds: int, compiled: bool) -> Iterator[str]:
+def table(pool: Pool, width: int, rounds: int, compiled: bool) -> Iterator[str]:
     """One table, line by line."""
     yield from ("", f"## Hidden {width}{', compiled blocks' if compiled else ''}", "")
     yield (
@@ -96,20 +98,14 @@ def table(nursery: Nursery, width: int, rounds: int, compiled: bool) -> Iterator
         "collectives | waiting |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
-        for name, way in WAYS.items():
-            pool = Pool(nursery, 1 if name == ONE else 2)
-            ranks = pool.run(measure, width, way, compiled, timeout=600)
-            runs[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
-    one = medians(runs[ONE])
-    for name, found in runs.items():
-        yield row(name, found, one)
+    ranks = pool.run(measure, width, rounds, compiled, timeout=900)
+    found = {name: {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]} for name in WAYS}
+    for name, here in found.items():
+        yield row(name, here, found[ONE])
 
 
-def row(name: str, runs: list[dict[str, float]], one: dict[str, float]) -> str:
+def row(name: str, here: dict[str, float], one: dict[str, float]) -> str:
     """One line of the table."""
-    here = medians(runs)
     half = one["step"] / 2
     cells = [f"{here['step']:.0f}", f"{here['low']:.0f} to {here['high']:.0f}"]
     if name == ONE:
@@ -135,34 +131,42 @@ def messages(pool: Pool, sizes: tuple[int, ...]) -> Iterator[str]:
 # ---- on each rank ----------------------------------------------------------------------------------------------------
 
 
-def measure(width: int, way: Way, compiled: bool) -> dict[str, float]:
-    """Milliseconds: of a step, of computing in it, of matrix products in it, and of its collectives alone."""
-    step = make_step(width, way, compiled)
-    for _ in range(WARM):
-        step()
-    seconds, computing = [], []
-    for _ in range(STEPS):
-        if way.sizes:
+def measure(width: int, rounds: int, compiled: bool) -> dict[str, dict[str, float]]:
+    """Milliseconds of each way: of a step, of computing in it, of matrix products in it, of its collectives alone."""
+    torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks
+    takes_part = [name for name in WAYS if name != ONE or dist.get_rank() == 0]
+    steps = {name: make_step(width, WAYS[name], compiled) for name in takes_part}
+    taken: dict[str, list[tuple[float, float]]] = {name: [(0.0, 0.0)] * (WARM + rounds) for name in WAYS}
+    for i in range(WARM + rounds):
+        for name in WAYS:
             dist.barrier()
-        before, computed = time.perf_counter(), time.thread_time()
-        step()
-        computing.append(time.thread_time() - computed)
-        seconds.append(time.perf_counter() - before)
+            if name in steps:
+                taken[name][i] = timed_twice(steps[name])
+    found = {}
+    for name in WAYS:
+        seconds, computing = zip(*taken[name][WARM:], strict=True)
+        low, high = quartiles(seconds)
+        parts = {"step": median(seconds), "low": low, "high": high, "computing": median(computing)}
+        dist.barrier()
+        parts["products"] = products_of(steps[name]) if name in steps else 0.0
+        parts["collectives"] = replayed(steps[name]) if WAYS[name].sizes else 0.0
+        found[name] = {part: 1e3 * value for part, value in parts.items()}
+    return found
+
+
+def timed_twice(step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of the clock, and of this thread."""
+    before, computed = time.perf_counter(), time.thread_time()
+    step()
+    return time.perf_counter() - before, time.thread_time() - computed
+
+
+def products_of(step: Callable[[], None]) -> float:
+    """Seconds of matrix products in a step."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(PROFILED):
-            step()
-    products = sum(
-        event.self_cpu_time_total for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS)
-    )
-    low, high = quartiles(seconds)
-    return {
-        "step": 1e3 * median(seconds),
-        "low": 1e3 * low,
-        "high": 1e3 * high,
-        "computing": 1e3 * median(computing),
-        "products": products / 1e3 / PROFILED,
-        "collectives": 1e3 * replayed(step) if way.sizes else 0.0,
-    }
+        step()
+    events = (event for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS))
+    return sum(event.self_cpu_time_total for event in events) / 1e6
 
 
 def make_step(width: int, way: Way, compiled: bool) -> Callable[[], None]:

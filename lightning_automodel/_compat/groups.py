@@ -9,8 +9,11 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Into one tensor. torch 2.13 gave it another name, and warns of the old one."""
+
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 gave it another name, and warns of the old one."""
+"""Likewise."""
 
 
 def open_store(prefix: str) -> Store | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
-from lightning_automodel._compat.groups import reduce_scatter
+from lightning_automodel._compat.groups import all_gather, reduce_scatter
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -94,8 +94,11 @@ def _all_gather(x: Tensor, dim: int, size: int, group: ProcessGroup) -> Tensor:
         buffer = x.new_zeros(padded)
         buffer.narrow(dim, 0, x.shape[dim]).copy_(x)
         x = buffer
-    parts = [x.new_empty(padded) for _ in lengths]
-    dist.all_gather(parts, x.contiguous(), group=group)
+    gathered = x.new_empty([len(lengths) * padded[0], *padded[1:]])
+    all_gather(gathered, x.contiguous(), group=group)
+    if dim % x.ndim == 0:  # the slices lie one after another, and only the end can be filled up
+        return gathered.narrow(0, 0, size)
+    parts = gathered.chunk(len(lengths))
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
