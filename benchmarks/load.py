@@ -55,7 +55,7 @@ def main() -> None:
                 ranks = Pool(nursery, RANKS).run(task, directory, name, timeout=300)
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
         page.add(lines(size, rounds))
-        page.add(beside_others(nursery, directory, SMOKE_WAYS if options.smoke else list(WAYS), repetitions))
+        page.add(beside_others(nursery, directory, SMOKE_WAYS if options.smoke else list(WAYS), -(-repetitions // 2)))
     nursery.close()
     page.finish(options)
 
@@ -187,8 +187,8 @@ def beside_others(nursery: Nursery, directory: str, ways: list[str], repetitions
     yield from (
         "",
         f"Beside other libraries: the same files into {_peer_loads.RANKS} ranks, each library as its documentation",
-        "shows (accelerate runs DDP on CPU: all weights on every rank). nemo-automodel has an environment of",
-        f"its own, which `make venv-nemo` makes{f': {pins}' if pins else ''}.",
+        f"shows (accelerate runs DDP on CPU: all weights on every rank); rounds: {repetitions}.",
+        f"nemo-automodel runs in an environment of its own, which `make venv-nemo` makes{f': {pins}' if pins else ''}.",
         "",
         "| | layout | seconds | own memory, peak | resident, peak | a rank's weights |",
         "|---|---|---|---|---|---|",
