@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         minutes[name] = (time.monotonic() - before) / 60
         if done.returncode:
             failed[name] = done.returncode
-    print("\n".join(f"{name:20} {took:6.1f} min" for name, took in minutes.items()))
+    rows = {**minutes, "in all": sum(minutes.values())}
+    print("\n".join(f"{name:20} {took:6.1f} min" for name, took in rows.items()))
     if options.write:
         _performance.write(everything, minutes if options.all else {})
     if failed:

@@ -131,17 +131,17 @@ LEVERS: dict[str, dict[str, Lever]] = {
             "Worth it where a block computes longer than its input takes to copy.",
             devices=("cuda",),
         ),
-        "enable_async_tensor_parallel": Lever(
-            fields={"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True},
-            when="Use it with enable_compile on GPUs that are linked: what sequence parallelism, which it turns on, "
-            "communicates runs beside the matrix products. It needs large batches to win.",
-            ranks=2,
-            devices=("cuda",),
-        ),
         "float8": Lever(
             fields={"float8": "tensorwise", "enable_compile": True},
             when="Use it with enable_compile on GPUs from Ada and Hopper on, for models with large matrices: "
             "docs/precision.md. Numbers differ from bfloat16 by what float8 resolves.",
+            devices=("cuda",),
+        ),
+        "enable_async_tensor_parallel": Lever(  # last of those that are measured: it sets a switch of the compiler
+            fields={"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True},
+            when="Use it with enable_compile on GPUs that are linked: what sequence parallelism, which it turns on, "
+            "communicates runs beside the matrix products. It needs large batches to win.",
+            ranks=2,
             devices=("cuda",),
         ),
         "patch_is_packed_sequence": Lever(

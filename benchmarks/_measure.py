@@ -1,18 +1,14 @@
 """What benchmarks measure with: process memory, medians, seconds."""
 
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch
-import transformers
+from benchmarks._page import configuration
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -28,12 +24,25 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def describe_machine() -> str:
-    """For the head of a table."""
-    return (
-        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, gloo, one thread per rank; torch "
-        f"{torch.__version__}, transformers {transformers.__version__}"
+def between(values: Sequence[float], digits: int = 0) -> str:
+    """Spell the quartiles of values as a cell of a table."""
+    low, high = quartiles(values)
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def describe_machine(*packages: str, devices: str = "") -> str:
+    """Say when, on what and with which versions, for the head of a page.
+
+    Args:
+        packages: named beside torch, Lightning and transformers.
+        devices: what computes, and what it communicates with; the cores of this machine if not given.
+    """
+    found = configuration()
+    devices = (
+        devices or f"{found['machine']['cores']} cores of {found['machine']['processor']}, gloo, one thread per rank"
     )
+    versions = (f"{name} {found['versions'][name]}" for name in ("torch", "lightning", "transformers", *packages))
+    return f"{found['date']}, {devices}; {', '.join(versions)}"
 
 
 class Memory:

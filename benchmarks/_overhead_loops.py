@@ -1,10 +1,7 @@
 """What is timed against the trainer: one Llama, one batch, and loops that step it, split by us or by others."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from benchmarks._by_torch import split_by_torch
+from benchmarks._turns import Turns
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 
-WARM = 3
 VOCABULARY = 1024
 
 
@@ -31,7 +28,7 @@ class Size:
         hidden: width of the residual stream.
         layers: number of blocks.
         tokens: of the one row of a batch.
-        steps: of a run.
+        steps: that are timed.
         compiled: blocks go through ``torch.compile``.
     """
 
@@ -64,27 +61,27 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)  # the plans of others mix meshes
 
 
-# ---- loops, each returns seconds per step ----------------------------------------------------------------------------
+# ---- loops -----------------------------------------------------------------------------------------------------------
 
 
-def by_our_loop(size: Size, folder: str) -> float:
+def by_our_loop(size: Size, folder: str, turns: Turns) -> None:
     mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
-    return loop(parallelize(make_model(size), mesh, FSDP2Config(enable_compile=size.compiled)), size)
+    loop(parallelize(make_model(size), mesh, FSDP2Config(enable_compile=size.compiled)), turns)
 
 
-def by_torch_loop(size: Size, folder: str) -> float:
+def by_torch_loop(size: Size, folder: str, turns: Turns) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    return loop(split_by_torch(make_model(size), mesh["tp"], mesh["dp"], size.compiled), size)
+    loop(split_by_torch(make_model(size), mesh["tp"], mesh["dp"], size.compiled), turns)
 
 
-def by_transformers(size: Size, folder: str) -> float:
+def by_transformers(size: Size, folder: str, turns: Turns) -> None:
     config = DistributedConfig(tp_size=2)
     # It asks for accelerate, and does not use it for one device per process.
     transformers.integrations.accelerate.is_accelerate_available = lambda: True
-    return loop(LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32), size)
+    loop(LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32), turns)
 
 
-def by_nemo(size: Size, folder: str) -> float:
+def by_nemo(size: Size, folder: str, turns: Turns) -> None:
     """NVIDIA's parallelizer. It pins other versions of transformers and megatron-fsdp: ``pip install --no-deps``."""
     from nemo_automodel.components.distributed.parallelizer import fsdp2_strategy_parallelize
 
@@ -92,7 +89,7 @@ def by_nemo(size: Size, folder: str) -> float:
     model = fsdp2_strategy_parallelize(
         make_model(size), mesh, mp_policy=MixedPrecisionPolicy(), enable_compile=size.compiled
     )
-    return loop(model, size, gathered_loss)  # the model's own does not take the logits that it gives then
+    loop(model, turns, gathered_loss)  # the model's own does not take the logits that it gives then
 
 
 def gathered_loss(model: Any, ids: Tensor) -> Tensor:
@@ -104,17 +101,9 @@ def own_loss(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def loop(model: Any, size: Size, loss_of: Callable[[Any, Tensor], Tensor] = own_loss) -> float:
-    optimizer, ids = make_optimizer(model.train()), make_batch(size)
-    times = []
-    for _ in range(size.steps + 1):
-        times.append(time.perf_counter())
+def loop(model: Any, turns: Turns, loss_of: Callable[[Any, Tensor], Tensor] = own_loss) -> None:
+    optimizer = make_optimizer(model.train())
+    for ids in turns:
         loss_of(model, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return per_step(times)
-
-
-def per_step(times: list[float]) -> float:
-    steps = [after - before for before, after in pairwise(times)]
-    return median(steps[WARM:])

@@ -5,19 +5,16 @@ counted once; and how many of these are as large as the whole residual stream, [
 """
 
 import copy
-import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks._measure import describe_machine
 from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -74,10 +71,8 @@ def describe(length: int) -> list[str]:
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
-        f"1 x {length} tokens, float32, sdpa; {sizes}. "
-        f"CPU ({platform.machine()}, {os.cpu_count()} cores), torch {torch.__version__}, "
-        f"transformers {transformers.__version__}; {date.today()}. "
-        "Written by `python -m benchmarks.activation_memory --write`.",
+        f"1 x {length} tokens, float32, sdpa; {sizes}. {describe_machine()}. Bytes are the same in every run. Written "
+        "by `python -m benchmarks.activation_memory --write`.",
         "",
         "In parentheses: against one process; 0.50 if no rank held what another holds. With sequence parallelism two",
         "streams stay whole: the inputs of attention and feed-forward, gathered for the gradients of their weights.",

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaForCausalLM
 
-from benchmarks._measure import Memory, describe_machine, timed
+from benchmarks._measure import Memory, between, describe_machine, timed
 from benchmarks._model_on_disk import config
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2TPStrategy
@@ -41,6 +41,7 @@ COLUMNS = {
     "resume": "resume, seconds",
     "resume_memory": "peak memory of it / (shards + largest tensor)",
 }
+TIMES = ("save", "blocked", "resume")
 
 
 class Module(L.LightningModule):
@@ -77,9 +78,9 @@ class Module(L.LightningModule):
 
 def main() -> None:
     """Entry point."""
-    page = Page("checkpoint_times.md", "checkpoint", keeps_sections=True)
+    page = Page("checkpoint_times.md", "checkpoint")
     parser = page.parser(__doc__, rounds=3)
-    parser.add_argument("--layers", type=int, default=8, help="47 million parameters each, beside 131 million")
+    parser.add_argument("--layers", type=int, default=2, help="47 million parameters each, beside 131 million")
     options = parser.parse_args()
     layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)
     task = importlib.import_module("benchmarks.checkpoint").measure  # ranks cannot import __main__
@@ -93,7 +94,9 @@ def main() -> None:
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
                 print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
     nursery.close()
-    page.add(lines(rounds))
+    with torch.device("meta"):
+        parameters = LlamaForCausalLM(config(layers)).num_parameters()
+    page.add(lines(rounds, parameters))
     page.finish(options)
 
 
@@ -173,22 +176,27 @@ def batches() -> DataLoader:
     return DataLoader(TensorDataset(torch.ones(RANKS, 4, dtype=torch.long)), batch_size=1)
 
 
-def lines(rounds: dict[str, list[dict[str, float]]]) -> list[str]:
+def lines(rounds: dict[str, list[dict[str, float]]], parameters: int) -> list[str]:
     """The document."""
     result = [
         "# What a checkpoint costs",
         "",
         f"`python -m benchmarks.checkpoint --write` ({describe_machine()}).",
         "",
-        f"Weights and AdamW's moments of a Llama in bf16, on {RANKS} ranks of one machine and one disk. The third save",
-        "of a run is timed, under a new name; the one before it is deleted afterwards. Memory is what a process holds",
-        f"of its own above what it held before. Medians of the worst rank; rounds: {max(map(len, rounds.values()))}.",
+        f"Weights and AdamW's moments of a Llama of {parameters / 1e6:.0f} million parameters in bf16, on {RANKS} "
+        "ranks of one machine and one disk. The third save of a run is timed, under a new name; the one before it is "
+        "deleted afterwards. Memory is what a process holds of its own above what it held before. Medians of the worst "
+        f"rank, of times with quartiles, over {max(map(len, rounds.values()))} rounds in which rows alternate. "
+        "`--layers 8` takes a Llama of 508 million parameters.",
         "",
         f"| | {' | '.join(COLUMNS.values())} |",
         f"|---|{'---|' * len(COLUMNS)}",
     ]
     for name, values in rounds.items():
-        cells = [f"{median(value[key] for value in values):.2f}" for key in COLUMNS]
+        cells = []
+        for key in COLUMNS:
+            found = [value[key] for value in values]
+            cells.append(f"{median(found):.2f}" + (f" ({between(found, 2)})" if key in TIMES else ""))
         result.append(f"| {name} | {' | '.join(cells)} |")
     return result
 

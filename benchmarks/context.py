@@ -10,6 +10,7 @@ which are real, so their sequences are shorter.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
+from benchmarks._measure import between, describe_machine
 from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed import head_exchange, sequence_rows
@@ -44,20 +46,23 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=2**20,
     use_cache=False,
 )
-LENGTHS, MASKED = (4096, 16384, 65536), (2048, 4096)
+LENGTHS, MASKED, TIMED = (4096, 16384, 65536), (1024, 2048), 1024
 LAYOUTS = [(1, "gather"), (2, "gather"), (2, "all_to_all"), (4, "gather"), (4, "all_to_all")]
 MIB, GIB = 2**20, 2**30
 
 
 def main() -> None:
     page = Page("context_memory.md", "context")
-    parser = page.parser(__doc__)
+    parser = page.parser(__doc__, rounds=5)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of sequences without masks")
+    parser.add_argument("--packed", type=int, nargs="+", default=MASKED, help="tokens of sequences of four documents")
     arguments = parser.parse_args()
-    lengths, masked = ((256,), (128,)) if arguments.smoke else (arguments.lengths, MASKED)
+    lengths, masked = ((256,), (128,)) if arguments.smoke else (arguments.lengths, arguments.packed)
+    timed, rounds = (128, 1) if arguments.smoke else (TIMED, arguments.rounds)
     nursery = Nursery()
     try:
         page.add(report(nursery, lengths, masked))
+        page.add(times(nursery, timed, rounds))
     finally:
         nursery.close()
     page.finish(arguments)
@@ -76,9 +81,10 @@ def report(nursery: Nursery, lengths: Sequence[int], masked: Sequence[int]) -> I
     yield ""
     yield (
         f"Llama of {SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, 8 heads with 2 key/value heads, "
-        f"vocabulary {SIZES['vocab_size']}, float32, torch {torch.__version__}, CPU. MiB that one rank keeps for the "
-        "backward pass of one sequence with a loss (in brackets: times a share of 1/cp), and MiB that it receives in "
-        "both passes. Packed: four documents. Written by `python -m benchmarks.context --write`."
+        f"vocabulary {SIZES['vocab_size']}, float32. {describe_machine()}. MiB that one rank keeps for the backward "
+        "pass of one sequence with a loss (in brackets: times a share of 1/cp), and MiB that it receives in both "
+        "passes; both are the same in every run. Packed: four documents. Written by `python -m benchmarks.context "
+        "--write`; `--packed 4096` takes longer sequences of documents."
     )
     yield ""
     pool = Pool(nursery, 1)
@@ -97,11 +103,18 @@ def report(nursery: Nursery, lengths: Sequence[int], masked: Sequence[int]) -> I
     yield ""
     longest = ", ".join(f"{int(8 * GIB / size)} with cp={cp}" for cp, size in per_token.items())
     yield f"Tokens of the longest sequence whose kept bytes fit in 8 GiB (as they grow at {lengths[-1]}): {longest}."
+
+
+def times(nursery: Nursery, length: int, rounds: int) -> Iterator[str]:
+    """What a step takes two ranks, in a sentence."""
+    ranks = Pool(nursery, 2).run(_time, length, rounds, timeout=300)
+    seconds = {cp: max((rank[cp] for rank in ranks), key=median) for cp in (1, 2)}
+    found = {cp: f"{median(taken):.2f} ({between(taken, 2)})" for cp, taken in seconds.items()}
     yield ""
-    steps = {cp: max(Pool(nursery, 2).run(_time, cp, timeout=300)) for cp in (1, 2)}
     yield (
-        f"Seconds of a forward and backward pass of one sequence of 2048 tokens on two ranks of one machine: "
-        f"{steps[1]:.2f} where each computes all of it (dp_shard=2), {steps[2]:.2f} with cp=2."
+        f"Seconds of a forward and backward pass of one sequence of {length} tokens on two ranks of one machine, with "
+        f"quartiles: {found[1]} where each computes all of it (dp_shard=2), {found[2]} with cp=2; medians of {rounds} "
+        "that alternate."
     )
 
 
@@ -190,17 +203,21 @@ def _counting() -> Iterator[list[int]]:
         yield moved
 
 
-def _time(cp: int) -> float:
-    mesh = build_mesh(resolve_sizes(2, cp=cp), "cpu")
-    torch.manual_seed(0)
-    model = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES)).train(), mesh, FSDP2Config()).train()
-    ids = torch.randint(3, 1000, (1, 2048))
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        model(input_ids=ids, labels=ids).loss.backward()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+def _time(length: int, rounds: int) -> dict[int, list[float]]:
+    models = {}
+    for cp in (1, 2):
+        torch.manual_seed(0)
+        mesh = build_mesh(resolve_sizes(2, cp=cp), "cpu")
+        models[cp] = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES)).train(), mesh, FSDP2Config()).train()
+    ids = torch.randint(3, 1000, (1, length))
+    seconds: dict[int, list[float]] = {cp: [] for cp in models}
+    for _ in range(1 + rounds):
+        for cp, model in models.items():
+            dist.barrier()
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids).loss.backward()
+            seconds[cp].append(time.perf_counter() - start)
+    return {cp: taken[1:] for cp, taken in seconds.items()}
 
 
 if __name__ == "__main__":

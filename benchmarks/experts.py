@@ -1,12 +1,13 @@
 """What moves for a layer of experts, what a rank holds, and what a step takes: experts that are gathered, split or left
 where they are. Writes docs/experts_traffic.md.
 
-Bytes are counted while a step runs on four ranks: what a rank receives, of two more layers of the same model, so that
-all that is not a layer cancels. Memory is the peak of one step. Times are medians of alternating steps.
+Bytes are counted while a step runs on four ranks: what a rank receives, of one more layer of the same model, so that
+all that is not a layer cancels. Memory is the peak of one step. Both are the same in every step. Times are medians of
+alternating steps, with quartiles.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks._measure import describe_machine
+from benchmarks._measure import between, describe_machine
 from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
@@ -27,7 +28,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 RANKS = 4
 MIB = 2**20
 EXPERTS, HIDDEN, INNER, CHOSEN = 32, 256, 128, 4
-TOKENS = (512, 2048, 8192)
+TOKENS, BATCHED = (512, 2048), 512  # with more, batched_mm copies gigabytes
 BYTES = 4  # float32
 KERNELS = ("eager", "grouped_mm", "batched_mm")
 
@@ -57,7 +58,7 @@ WAYS = {
 def main() -> None:
     """Entry point of ``python -m benchmarks.experts``."""
     page = Page("experts_traffic.md", "experts")
-    parser = page.parser(__doc__, rounds=7)
+    parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each data rank")
     arguments = parser.parse_args()
     nursery = Nursery()
@@ -84,29 +85,33 @@ def report(nursery: Nursery, tokens: Any, rounds: int) -> Iterator[str]:
     yield (
         f"{describe_machine()}. Qwen3-MoE with {EXPERTS} experts of {HIDDEN} x {INNER}, {CHOSEN} per token, float32. "
         "MiB that a rank receives for one layer in a step, the most memory that a step of two layers holds on it, and "
-        "its time, as a ratio to experts that are gathered. With tp=2 two ranks see the same "
-        "tokens, so the step has half as many. Written by `python -m benchmarks.experts --write`."
+        "the median of its times with their quartiles, as a ratio to experts that are gathered. Ways alternate; bytes "
+        "are the same in every step. With tp=2 two ranks see the same tokens, so the step has half as many. Written by "
+        "`python -m benchmarks.experts --write`; `--tokens 8192` takes another number."
     )
     for count in tokens:
         yield from ("", f"## {count} tokens on each data rank", "")
-        yield "| experts are | received, MiB | of it all-to-all | formula, MiB | held, MiB | ms per step | ratio |"
-        yield "|---|---|---|---|---|---|---|"
+        columns = "received, MiB | of it all-to-all | formula, MiB | held, MiB | ms per step | quartiles | ratio"
+        yield f"| experts are | {columns} |"
+        yield "|---|---|---|---|---|---|---|---|"
         found = Pool(nursery, RANKS).run(measure, count, rounds, timeout=900)[0]
-        base = found["gathered (dp_shard=4)"]["ms"]
+        base = median(found["gathered (dp_shard=4)"]["ms"])
         for name, row in found.items():
             expected = f"{formula(WAYS[name], count) / MIB:.1f}"
             yield (
                 f"| {name} | {row['received'] / MIB:.1f} | {row['exchanged'] / MIB:.1f} | {expected} | "
-                f"{row['held'] / MIB:.1f} | {row['ms']:.0f} | {row['ms'] / base:.2f} |"
+                f"{row['held'] / MIB:.1f} | {median(row['ms']):.0f} | {between(row['ms'])} | "
+                f"{median(row['ms']) / base:.2f} |"
             )
     yield from ("", "## Kernels of experts", "")
     yield (
         f"`experts_implementation`: milliseconds of forward and backward pass of one layer's {EXPERTS} experts on one "
-        "process, by the number of tokens; medians, and the ratio to eager."
+        f"process, by the number of tokens (batched_mm: up to {BATCHED}); medians, quartiles and the ratio to eager."
     )
     yield from ("", f"| | {' | '.join(f'{count} tokens' for count in tokens)} |", "|---" * (len(tokens) + 1) + "|")
-    for name, row in Pool(nursery, 1).run(kernels, tokens, rounds, timeout=900)[0].items():
-        yield f"| {name} | {' | '.join(f'{ms:.0f} ({ratio:.2f})' for ms, ratio in row)} |"
+    times = Pool(nursery, 1).run(kernels, tokens, rounds, timeout=900)[0]
+    for name in KERNELS:
+        yield f"| {name} | {' | '.join(kernel_cell(times, name, count) for count in tokens)} |"
     yield ""
     even = 3 * 3 * EXPERTS * INNER / (4 * CHOSEN)
     yield (
@@ -115,6 +120,14 @@ def report(nursery: Nursery, tokens: Any, rounds: int) -> Iterator[str]:
         f"over N / ep ranks of 1 / ep of the experts. ep=N moves less below T = 9 E I / (4 k) tokens per rank, here "
         f"{even:.0f}; in bfloat16 with gradients reduced in float32, below 3 E I / k. Where tp splits or divides the "
         "experts, no token travels, and the boundary sums H numbers of each token twice."
+    )
+
+
+def kernel_cell(times: Mapping[tuple[str, int], list[float]], name: str, tokens: int) -> str:
+    """Median, quartiles and the ratio to eager."""
+    found = times.get((name, tokens))
+    return (
+        f"{median(found):.0f} ({between(found)}), {median(found) / median(times['eager', tokens]):.2f}" if found else ""
     )
 
 
@@ -130,20 +143,20 @@ def formula(way: Way, tokens: int) -> float:
 # ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def measure(tokens: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Runs on each rank: bytes, memory and time of every way."""
-    found: dict[str, dict[str, float]] = {}
+def measure(tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Runs on each rank: bytes, memory and milliseconds of every way."""
+    found: dict[str, dict[str, Any]] = {}
     models = {}
     for name, way in WAYS.items():
-        two, four = (_build(way, layers) for layers in (2, 4))
-        few, many = (_watched(model, tokens) for model in (two, four))
-        found[name] = {key: (many[key] - few[key]) / 2 for key in ("received", "exchanged")} | {"held": few["held"]}
+        two, three = (_build(way, layers) for layers in (2, 3))
+        few, many = (_watched(model, tokens) for model in (two, three))
+        found[name] = {key: many[key] - few[key] for key in ("received", "exchanged")} | {"held": few["held"]}
         models[name] = two
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, model in models.items():
             times[name].append(_seconds(model, tokens))
-    return {name: row | {"ms": 1000 * median(times[name])} for name, row in found.items()}
+    return {name: row | {"ms": [1000 * seconds for seconds in times[name]]} for name, row in found.items()}
 
 
 def _build(way: Way, layers: int) -> nn.Module:
@@ -201,24 +214,22 @@ def _watched(model: nn.Module, tokens: int) -> dict[str, float]:
     return {"received": received, "exchanged": exchanged, "held": float(held)}
 
 
-def kernels(tokens: list[int], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Runs on one rank: milliseconds of one layer of experts and the ratio to eager, by kernel and number of tokens."""
-    times: dict[str, list[float]] = {name: [] for name in KERNELS}
+def kernels(tokens: Sequence[int], rounds: int) -> dict[tuple[str, int], list[float]]:
+    """Runs on one rank: milliseconds of one layer of experts, by kernel and number of tokens."""
+    times: dict[tuple[str, int], list[float]] = {}
     for count in tokens:
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(count, HIDDEN, generator=generator)
         index = torch.rand(count, EXPERTS, generator=generator).topk(CHOSEN).indices
         weights = torch.rand(count, CHOSEN, generator=generator)
-        found: dict[str, list[float]] = {name: [] for name in KERNELS}
-        for _ in range(rounds + 1):
-            for name in KERNELS:
+        for i in range(rounds + 1):
+            for name in KERNELS if count <= BATCHED else KERNELS[:-1]:
                 experts = _experts(name)
                 start = time.perf_counter()
                 experts(hidden.requires_grad_(), index, weights).square().mean().backward()
-                found[name].append(1000 * (time.perf_counter() - start))
-        for name, values in found.items():
-            times[name].append(median(values[1:]))
-    return {name: [(ms, ms / base) for ms, base in zip(times[name], times["eager"], strict=True)] for name in KERNELS}
+                if i > 0:
+                    times.setdefault((name, count), []).append(1000 * (time.perf_counter() - start))
+    return times
 
 
 def _experts(implementation: str) -> nn.Module:

@@ -3,17 +3,18 @@
 Writes docs/lora.md.
 
 A Llama is read from files by every rank and gets adapters on all linear layers, as in ``configure_model``; then it
-takes AdamW steps. Memory is what tensors of a rank hold at the peak of a step. Its bound is the rank's part of the
-base, adapters with their gradients and both moments, and what autograd saves for the backward pass. Loading is the peak
-of a process's own memory (no file backs it) until the model is parallel, against the rank's part of base and adapters.
+takes AdamW steps, in turn with the same model without adapters. Time is the median of these, with quartiles. Memory is
+what tensors of a rank hold at the peak of a step, the same in every step. Its bound is the rank's part of the base,
+adapters with their gradients and both moments, and what autograd saves for the backward pass. Loading is the peak of a
+process's own memory (no file backs it) until the model is parallel, against the rank's part of base and adapters.
 """
 
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks._measure import Memory, describe_machine
+from benchmarks._measure import Memory, between, describe_machine
 from benchmarks._model_on_disk import GB, write_model
 from benchmarks._page import Page, Table
 from benchmarks.levers import Peak
@@ -34,11 +35,11 @@ from tests.support.files import read_and_adapt
 
 MIB = 2**20
 TOKENS, ROWS, WARM, STEPS, RANK = 128, 2, 1, 4, 8
-LAYERS_TO_LOAD = 8
+LAYERS_TO_LOAD = 4
 SIZES: dict[str, Any] = dict(
     hidden_size=256,
     intermediate_size=704,
-    num_hidden_layers=32,
+    num_hidden_layers=16,
     num_attention_heads=8,
     num_key_value_heads=4,
     vocab_size=2048,
@@ -66,9 +67,8 @@ def main() -> None:
                 LlamaConfig(**SIZES | ({"num_hidden_layers": 2} if arguments.smoke else {}))
             ).save_pretrained(directory)
             for name, sizes in LAYOUTS.items():
-                for adapted in (True, False):
-                    found = Pool(nursery, 2 ** len(sizes)).run(measure, directory, sizes, adapted, timeout=600)
-                    page.add([row(name, adapted, found)])
+                ranks = Pool(nursery, 2 ** len(sizes)).run(measure, directory, sizes, timeout=600)
+                page.add(row(name, *found) for found in zip(("LoRA", "all"), *ranks, strict=True))
         with tempfile.TemporaryDirectory() as directory:
             size = write_model(Path(directory), 1 if arguments.smoke else LAYERS_TO_LOAD)
             page.add(["", *REMARKS, *describe_loading(size)])
@@ -108,46 +108,46 @@ def describe() -> list[str]:
         f"{describe_machine()}. On one process plain transformers and peft run. Written by `python -m benchmarks.lora "
         "--write`; several ranks share the cores, so times compare the two rows of a layout only.",
         "",
-        "| layout | what trains | step | peak of a rank | base | adapters or gradients and moments | activations "
-        "| peak / bound |",
-        "|---|---|---|---|---|---|---|---|",
+        "| layout | what trains | step | quartiles | peak of a rank | base | adapters or gradients and moments "
+        "| activations | peak / bound |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
 
 
-def row(name: str, adapted: bool, ranks: list[dict[str, float]]) -> str:
-    """One line of the table: the rank that holds most."""
-    worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+def row(name: str, trains: str, *ranks: dict[str, Any]) -> str:
+    """One line of the table: the rank that holds most, and the one that takes longest."""
+    worst = {key: max(rank[key] for rank in ranks) for key in ("peak", "base", "trained", "activations", "ratio")}
     peaks = " | ".join(f"{worst[key] / MIB:.0f} MiB" for key in ("peak", "base", "trained", "activations"))
-    what = "LoRA" if adapted else "all"
-    ratio = f"{worst['ratio']:.2f}" if adapted else ""
-    return f"| {name} | {what} | {1e3 * worst['seconds']:.0f} ms | {peaks} | {ratio} |"
+    times = [1e3 * second for second in max((rank["seconds"] for rank in ranks), key=median)]
+    ratio = f"{worst['ratio']:.2f}" if trains == "LoRA" else ""
+    return f"| {name} | {trains} | {median(times):.0f} ms | {between(times)} ms | {peaks} | {ratio} |"
 
 
-def measure(directory: str, sizes: dict[str, int], adapted: bool) -> dict[str, float]:
-    """Runs on each rank; bytes and seconds."""
-    model = make(Path(directory), sizes, adapted)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+def measure(directory: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Runs on each rank; bytes and seconds, with adapters and without."""
+    models = [make(Path(directory), sizes, adapted) for adapted in (True, False)]
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-4) for m in models]
     rows = ROWS // sizes.get("dp_shard", 1)
     ids = torch.randint(3, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(0))
-    times = [timed_step(model, optimizer, ids) for _ in range(WARM + STEPS)]
-    held = [(local_tensor(p).nbytes, p.requires_grad) for p in model.parameters()]
-    base = sum(size for size, trains in held if adapted and not trains)
-    trained = sum(4 * size for size, trains in held if trains)
+    steps = [[timed_step(*each, ids) for each in zip(models, optimizers, strict=True)] for _ in range(WARM + STEPS)]
+    seconds = list(zip(*steps[WARM:], strict=True))
+    return [held(*each, ids) | {"seconds": times} for *each, times in zip(models, optimizers, seconds, strict=True)]
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, float]:
+    """Bytes at the peak of a step, and of what it has to hold."""
+    parameters = [(local_tensor(p).nbytes, p.requires_grad) for p in model.parameters()]
+    frozen = sum(size for size, trains in parameters if not trains)
+    trained = sum(4 * size for size, trains in parameters if trains)
     activations = saved_bytes(model, ids)
     memory = Peak(model)
     moments = [local_tensor(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     memory.stored |= {moment.untyped_storage()._cdata for moment in moments}
     with memory:
         step(model, optimizer, ids)
-    stored = sum(size for size, _ in held) + sum(moment.nbytes for moment in moments)
-    return {
-        "seconds": statistics.median(times[WARM:]),
-        "peak": memory.peak + stored,
-        "base": base,
-        "trained": trained,
-        "activations": activations,
-        "ratio": (memory.peak + stored) / (base + trained + activations),
-    }
+    peak = memory.peak + sum(size for size, _ in parameters) + sum(moment.nbytes for moment in moments)
+    bound = frozen + trained + activations
+    return {"peak": peak, "base": frozen, "trained": trained, "activations": activations, "ratio": peak / bound}
 
 
 def describe_loading(size: int) -> list[str]:

@@ -20,34 +20,37 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks._measure import describe_machine
+from benchmarks._measure import between, describe_machine
 from benchmarks._page import Page, Table
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import make_trainer
 
-LAYERS, RANKS, AT = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8), 16
-WARM, STEPS, LENGTH, VOCABULARY = 3, 7, 16, 64
+LAYERS, RANKS, AT = (4, 16, 64, 128), (1, 2, 4, 8), 4
+WARM, STEPS, LENGTH, VOCABULARY = 1, 5, 16, 64
+ONE = "one process, all of it"
 WAYS: dict[str, Callable[[int], Strategy]] = {
     "tp": lambda ranks: FSDP2TPStrategy(tp=ranks),
     "tp, sequence parallelism": lambda ranks: FSDP2TPStrategy(tp=ranks, config=FSDP2Config(sequence_parallel=True)),
     "dp_shard": lambda ranks: FSDP2TPStrategy(),
     "DDP": lambda ranks: DDPStrategy(),
 }
+Found = dict[tuple[str, int, int], list[float]]  # milliseconds of steps, by way, ranks and layers
 
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.own_time``."""
     page = Page("own_time.md", "own_time")
-    arguments = page.parser(__doc__, rounds=3).parse_args()
-    layers, ranks, rounds = ((2, 4), (1, 2), 1) if arguments.smoke else (LAYERS, RANKS, arguments.rounds)
+    arguments = page.parser(__doc__, rounds=1).parse_args()
+    layers, ranks, at = ((2, 4), (1, 2), 4) if arguments.smoke else (LAYERS, RANKS, AT)
     page.add(describe())
     nursery = Nursery()
     try:
-        page.add(over_layers(nursery, layers, rounds))
-        page.add(over_ranks(nursery, layers[1] if arguments.smoke else AT, ranks, rounds))
+        found = measured(nursery, layers, ranks, at, 1 if arguments.smoke else arguments.rounds)
     finally:
         nursery.close()
+    page.add(over_layers(found, layers))
+    page.add(over_ranks(found, at, ranks))
     page.finish(arguments)
 
 
@@ -65,50 +68,63 @@ def describe() -> list[str]:
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
-        f"SGD, float32; medians over rounds of each run's median step, milliseconds, the worst rank; "
+        "SGD, float32; milliseconds of the worst rank, medians of steps with their quartiles. "
         f"{describe_machine()}. Written by `python -m benchmarks.own_time --write`.",
     ]
 
 
-def over_layers(nursery: Nursery, layers: Sequence[int], rounds: int) -> Iterator[str]:
+def measured(nursery: Nursery, layers: Sequence[int], ranks: Sequence[int], at: int, rounds: int) -> Found:
+    """Run each way on two ranks with each number of layers, and with ``at`` layers on each number of ranks."""
+    counts = {(way, size): layers if size == 2 else [at] for way in WAYS for size in ranks}
+    found: Found = {}
+    for _ in range(rounds):
+        for (way, size), chosen in {(ONE, 1): layers, **counts}.items():
+            of_ranks = Pool(nursery, size).run(measure, way, chosen, size, trainer=way != ONE, timeout=600)
+            for count, runs in zip(chosen, zip(*of_ranks, strict=True), strict=True):
+                found.setdefault((way, size, count), []).extend(1e3 * step for step in max(runs, key=median))
+    return found
+
+
+def over_layers(found: Found, layers: Sequence[int]) -> Iterator[str]:
     """One line per way: two ranks, and each number of layers."""
     yield from ("", "## Over layers, two ranks", "")
     yield f"| | {' | '.join(map(str, layers))} | ms per layer | off the line |"
     yield f"|---|{'---|' * (len(layers) + 2)}"
-    alone = {count: milliseconds(nursery, None, count, 1, rounds) for count in layers}
-    yield f"| one process, all of it | {' | '.join(f'{alone[count]:.1f}' for count in layers)} | | |"
+    yield f"| {ONE} | {' | '.join(cell(found[ONE, 1, count]) for count in layers)} | | |"
     for way in WAYS:
-        own = [milliseconds(nursery, way, count, 2, rounds) - alone[count] for count in layers]
-        slope, start = linear_regression(layers, own)
-        off = max(abs(start + slope * count - value) for count, value in zip(layers, own, strict=True))
-        yield f"| {way} | {' | '.join(f'{value:.1f}' for value in own)} | {slope:.2f} | {off:.1f} |"
+        own = [beside(found, way, 2, count) for count in layers]
+        slope, start = linear_regression(layers, [median(steps) for steps in own])
+        off = max(abs(start + slope * count - median(steps)) for count, steps in zip(layers, own, strict=True))
+        yield f"| {way} | {' | '.join(map(cell, own))} | {slope:.2f} | {off:.1f} |"
 
 
-def over_ranks(nursery: Nursery, layers: int, ranks: Sequence[int], rounds: int) -> Iterator[str]:
+def over_ranks(found: Found, layers: int, ranks: Sequence[int]) -> Iterator[str]:
     """One line per way: as many layers, and each number of ranks."""
     yield from ("", f"## Over ranks, {layers} layers", "")
     yield f"| | {' | '.join(map(str, ranks))} |"
     yield f"|---|{'---|' * len(ranks)}"
-    alone = milliseconds(nursery, None, layers, 1, rounds)
     for way in WAYS:
-        own = [milliseconds(nursery, way, layers, count, rounds) - alone for count in ranks]
-        yield f"| {way} | {' | '.join(f'{value:.1f}' for value in own)} |"
+        yield f"| {way} | {' | '.join(cell(beside(found, way, count, layers)) for count in ranks)} |"
 
 
-def milliseconds(nursery: Nursery, way: str | None, layers: int, ranks: int, rounds: int) -> float:
-    """Processor time of a step on the worst rank."""
-    pool = Pool(nursery, ranks)
-    runs = [pool.run(measure, way, layers, ranks, trainer=way is not None, timeout=600) for _ in range(rounds)]
-    return 1e3 * median(max(run) for run in runs)
+def beside(found: Found, way: str, ranks: int, layers: int) -> list[float]:
+    """Milliseconds of steps, less what one process computes."""
+    alone = median(found[ONE, 1, layers])
+    return [step - alone for step in found[way, ranks, layers]]
+
+
+def cell(steps: Sequence[float]) -> str:
+    """Median and quartiles."""
+    return f"{median(steps):.1f} ({between(steps, 1)})"
 
 
 # ---- on each rank ----------------------------------------------------------------------------------------------------
 
 
-def measure(way: str | None, layers: int, ranks: int) -> float:
-    """Seconds of this thread in a step: the median."""
-    times = in_a_loop(layers) if way is None else in_a_trainer(WAYS[way](ranks), layers)
-    return median([after - before for before, after in pairwise(times)][WARM:])
+def measure(way: str, layers: Sequence[int], ranks: int) -> list[list[float]]:
+    """Seconds of this thread in each step, for each number of layers."""
+    runs = [in_a_loop(count) if way == ONE else in_a_trainer(WAYS[way](ranks), count) for count in layers]
+    return [[after - before for before, after in pairwise(times)][WARM:] for times in runs]
 
 
 def make_model(layers: int) -> Any:

@@ -1,13 +1,15 @@
 """The same run under every strategy: losses, gradient norms, memory and speed. Writes docs/strategies.md.
 
 A Llama with random weights takes some AdamW steps on random tokens, on one process and on two ranks. Memory is what a
-rank's resident set grew by at its peak, from before the model was built. Speed leaves the first step out.
+rank's resident set grew by at its peak, from before the model was built: the median over rounds. Rounds of all runs
+alternate; speed is that of the median step of all rounds, with quartiles, and leaves the first step of a round out.
+Losses and norms are those of the first round.
 """
 
-import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import lightning as L
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks._measure import forget_peak, status
+from benchmarks._measure import between, describe_machine, forget_peak, status
 from benchmarks._page import Page, Table
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -32,7 +34,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=4096,
     use_cache=False,
 )
-ROWS, LENGTH, STEPS = 4, 128, 8
+ROWS, LENGTH, STEPS = 4, 64, 5
 RUNS: dict[str, tuple[int, int, Callable[[], Strategy]]] = {  # ranks, ranks that see different samples, strategy
     "one process": (1, 1, FSDP2TPStrategy),
     "DDP, dp=2": (2, 2, DDPStrategy),
@@ -87,63 +89,63 @@ def run(name: str, steps: int) -> dict[str, Any]:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=make(), max_epochs=1, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(ids), batch_size=ROWS // data_size))
-    seconds = (module.times[-1] - module.times[0]) / (steps - 1)
     return {
         "losses": module.losses,
         "norms": module.norms,
         "peak": (status("VmHWM") - before) / 2**20,
-        "speed": ROWS * LENGTH / seconds,
+        "speeds": [ROWS * LENGTH / (after - before) for before, after in pairwise(module.times)],
     }
 
 
 def describe() -> list[str]:
     """Configuration and versions."""
     sizes = ", ".join(f"{key} {value}" for key, value in SIZES.items() if key != "use_cache")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers", "megatron-fsdp"))
     return [
         "# One run under every strategy",
         "",
         (__doc__ or "").partition("\n\n")[2].strip(),
         "",
-        f"{sizes}; float32; {ROWS} rows of {LENGTH} tokens per step over all ranks, {STEPS} steps. CPU "
-        f"({platform.machine()}), gloo, one thread per rank; {versions}. Written by `python -m benchmarks.strategies "
-        "--write`.",
+        f"{sizes}; float32; {ROWS} rows of {LENGTH} tokens per step over all ranks, {STEPS} steps. "
+        f"{describe_machine('megatron-fsdp')}. Written by `python -m benchmarks.strategies --write`.",
         "",
         "Megatron-FSDP runs here through the tests' stand-in for CUDA streams: its numbers are the library's, but",
         "speed and memory say nothing about a GPU. Two cores serve all ranks: no scaling can be read from this.",
         "",
         "| run | loss, first and last | from one process | norm, first and last | from one process | peak MiB per rank "
-        "| tokens/s |",
-        "|---|---|---|---|---|---|---|",
+        "| tokens/s | quartiles |",
+        "|---|---|---|---|---|---|---|---|",
     ]
 
 
-def row(name: str, ranks: list[dict[str, Any]], one: dict[str, Any]) -> str:
+def row(name: str, rounds: list[list[dict[str, Any]]], one: dict[str, Any]) -> str:
     """One line of the table."""
-    first = ranks[0]
+    first = rounds[0][0]
     cells = [name]
     for key in ("losses", "norms"):
         error = max(abs(a - e) / abs(e) for a, e in zip(first[key], one[key], strict=True))
         cells += [f"{first[key][0]:.6f}, {first[key][-1]:.6f}", f"{error:.0e}"]
-    cells += [f"{max(rank['peak'] for rank in ranks):.0f}", f"{first['speed']:.0f}"]
+    speeds = [speed for ranks in rounds for speed in ranks[0]["speeds"]]
+    peak = median(max(rank["peak"] for rank in ranks) for ranks in rounds)
+    cells += [f"{peak:.0f}", f"{median(speeds):.0f}", between(speeds)]
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.strategies``."""
     page = Page("strategies.md", "strategies")
-    arguments = page.parser(__doc__).parse_args()
-    steps = 2 if arguments.smoke else STEPS
+    arguments = page.parser(__doc__, rounds=2).parse_args()
+    steps, rounds = (2, 1) if arguments.smoke else (STEPS, arguments.rounds)
     page.add(describe())
     nursery = Nursery()
-    one: dict[str, Any] = {}
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in RUNS}
     try:
-        for name, (ranks, *_) in RUNS.items():
-            results = Pool(nursery, ranks).run(run, name, steps, trainer=True, timeout=300)
-            one = one or results[0]
-            page.add([row(name, results, one)])
+        for _ in range(rounds):
+            for name, (ranks, *_) in RUNS.items():
+                found[name].append(Pool(nursery, ranks).run(run, name, steps, trainer=True, timeout=300))
     finally:
         nursery.close()
+    one = found["one process"][0][0]
+    page.add(row(name, of_name, one) for name, of_name in found.items())
     page.finish(arguments)
 
 

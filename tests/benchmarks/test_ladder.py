@@ -43,6 +43,9 @@ def test_the_command_of_a_row_has_its_levers(layout: str, name: str) -> None:
 
 
 def test_a_row_is_compared_with_the_one_above_and_the_first() -> None:
-    runs = [{"seconds": seconds, "peak": peak * levers.MIB} for seconds, peak in ((1.0, 8), (0.5, 4), (0.25, 1))]
-    assert levers.compared(runs[2], runs[1], runs[0]) == "250 ms | 0.50 | 0.25 | 1 MiB | 0.25 | 0.12"
-    assert levers.compared(runs[1], None, runs[0]) == "500 ms |  | 0.50 | 4 MiB |  | 0.50"
+    rows = [
+        levers.Found([0.9 * seconds, seconds, 1.1 * seconds], peak * levers.MIB, 0, 0)
+        for seconds, peak in ((1.0, 8), (0.5, 4), (0.25, 1))
+    ]
+    assert levers.compared(rows[2], rows[1], rows[0]) == "250 ms | 238 to 262 | 0.50 | 0.25 | 1 MiB | 0.25 | 0.12"
+    assert levers.compared(rows[1], None, rows[0]) == "500 ms | 475 to 525 |  | 0.50 | 4 MiB |  | 0.50"
