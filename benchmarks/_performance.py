@@ -28,7 +28,7 @@ def write(names: Iterable[str], minutes: Mapping[str, float]) -> None:
 
 def lines(names: Iterable[str], minutes: Mapping[str, float]) -> list[str]:
     """The page, line by line."""
-    total = f" They took {sum(minutes.values()):.0f} minutes in all on {describe_machine()}." if minutes else ""
+    total = f" Together they took {sum(minutes.values()):.0f} minutes ({describe_machine()})." if minutes else ""
     result = [
         "# Performance",
         "",

@@ -46,14 +46,14 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=2**20,
     use_cache=False,
 )
-LENGTHS, MASKED, TIMED = (4096, 16384, 65536), (1024, 2048), 1024
+LENGTHS, MASKED, TIMED = (4096, 16384, 65536), (2048, 4096), 1024
 LAYOUTS = [(1, "gather"), (2, "gather"), (2, "all_to_all"), (4, "gather"), (4, "all_to_all")]
 MIB, GIB = 2**20, 2**30
 
 
 def main() -> None:
     page = Page("context_memory.md", "context")
-    parser = page.parser(__doc__, rounds=5)
+    parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of sequences without masks")
     parser.add_argument("--packed", type=int, nargs="+", default=MASKED, help="tokens of sequences of four documents")
     arguments = parser.parse_args()
@@ -84,7 +84,7 @@ def report(nursery: Nursery, lengths: Sequence[int], masked: Sequence[int]) -> I
         f"vocabulary {SIZES['vocab_size']}, float32. {describe_machine()}. MiB that one rank keeps for the backward "
         "pass of one sequence with a loss (in brackets: times a share of 1/cp), and MiB that it receives in both "
         "passes; both are the same in every run. Packed: four documents. Written by `python -m benchmarks.context "
-        "--write`; `--packed 4096` takes longer sequences of documents."
+        "--write`."
     )
     yield ""
     pool = Pool(nursery, 1)
@@ -180,26 +180,26 @@ def _measure(model: nn.Module, batch: dict[str, Tensor]) -> tuple[int, int]:
 def _counting() -> Iterator[list[int]]:
     """What the collectives of context parallelism receive, in bytes."""
     moved: list[int] = []
-    stock = {name: getattr(dist, name) for name in ("all_gather", "reduce_scatter_tensor", "all_to_all_single")}
 
-    def counted(name: str, received: Any) -> Any:
+    def counted(stock: Any, received: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is not None:
                 moved.append(received(args, kwargs["group"].size()))
-            return stock[name](*args, **kwargs)
+            return stock(*args, **kwargs)
 
         return call
 
     def size(tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size()
 
-    counts = {
-        "all_gather": lambda args, ranks: size(args[1]) * (ranks - 1),
-        "reduce_scatter_tensor": lambda args, ranks: size(args[0]) * (ranks - 1),
-        "all_to_all_single": lambda args, ranks: size(args[0]) * (ranks - 1) // ranks,
-    }
-    patched = {name: counted(name, count) for name, count in counts.items()}
-    with mock.patch.multiple(sequence_rows.dist, **patched), mock.patch.multiple(head_exchange.dist, **patched):
+    gather = counted(dist.all_gather, lambda args, ranks: size(args[1]) * (ranks - 1))
+    reduce = counted(sequence_rows.reduce_scatter, lambda args, ranks: size(args[0]) * (ranks - 1))
+    exchange = counted(dist.all_to_all_single, lambda args, ranks: size(args[0]) * (ranks - 1) // ranks)
+    with (
+        mock.patch.object(sequence_rows.dist, "all_gather", gather),
+        mock.patch.object(sequence_rows, "reduce_scatter", reduce),
+        mock.patch.object(head_exchange.dist, "all_to_all_single", exchange),
+    ):
         yield moved
 
 

@@ -102,7 +102,8 @@ def main() -> None:
 
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
-    memory = {row[1]: row[4] for row in tables[0].rows if row[0] == f"tp={RANKS}"}
+    column = tables[0].columns.index("peak memory")
+    memory = {row[1]: row[column] for row in tables[0].rows if row[0] == f"tp={RANKS}"}
     named = {name: ratio for name, ratio in memory.items() if ratio.replace(".", "").isdigit()}
     best = min(named, key=lambda name: float(named[name]))
     return f"the lever that saves most on tp={RANKS}: {best}, {named[best]} of the peak"

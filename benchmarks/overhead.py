@@ -63,10 +63,12 @@ def main() -> None:
 
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
-    found = []
-    for hidden, layers in WIDTHS:
-        ratio = tables[0].number(f"{hidden} x {layers} | {TORCH}", "ratio to ours")
-        found.append(f"{ratio:.2f} x at hidden {hidden}")
+    column = tables[0].columns.index("ratio to ours")
+    found = [
+        f"{row[column]} x at hidden {row[0].partition(' x ')[0]}"
+        for row in tables[0].rows
+        if row[1] == TORCH and "compiled" not in row[0]
+    ]
     own = next(row[2] for row in tables[0].rows if "own share" in row[1])
     return f"a step of torch's styles takes {' and '.join(found)} of ours; Lightning's own share is {own} ms"
 
@@ -81,7 +83,7 @@ def describe() -> Iterator[str]:
         f"One row of 256 tokens per batch, float32, SGD; {describe_machine(*nemo)}. Milliseconds. Written by "
         "`python -m benchmarks.overhead --write`."
     )
-    yield "nemo-automodel: without what it pins." if nemo else "nemo-automodel is not installed here."
+    yield "nemo-automodel: without what it pins." if nemo else "nemo-automodel is not installed here and was not measured."
     yield ""
 
 
