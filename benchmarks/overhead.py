@@ -83,7 +83,8 @@ def describe() -> Iterator[str]:
         f"One row of 256 tokens per batch, float32, SGD; {describe_machine(*nemo)}. Milliseconds. Written by "
         "`python -m benchmarks.overhead --write`."
     )
-    yield "nemo-automodel: without what it pins." if nemo else "nemo-automodel is not installed here and was not measured."
+    missing = "nemo-automodel is not installed here and was not measured."
+    yield "nemo-automodel is installed without what it pins." if nemo else missing
     yield ""
 
 

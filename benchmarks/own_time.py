@@ -7,6 +7,7 @@ other work on the machine are not in it. A line is fitted over the numbers of la
 farthest is off.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -75,12 +76,13 @@ def describe() -> list[str]:
 
 def measured(nursery: Nursery, layers: Sequence[int], ranks: Sequence[int], at: int, rounds: int) -> Found:
     """Run each way on two ranks with each number of layers, and with ``at`` layers on each number of ranks."""
-    counts = {(way, size): layers if size == 2 else [at] for way in WAYS for size in ranks}
+    cases = [(1, [(ONE, count) for count in layers])]
+    cases += [(size, [(way, n) for n in (layers if size == 2 else [at]) for way in WAYS]) for size in ranks]
     found: Found = {}
     for _ in range(rounds):
-        for (way, size), chosen in {(ONE, 1): layers, **counts}.items():
-            of_ranks = Pool(nursery, size).run(measure, way, chosen, size, trainer=way != ONE, timeout=600)
-            for count, runs in zip(chosen, zip(*of_ranks, strict=True), strict=True):
+        for size, chosen in cases:
+            of_ranks = Pool(nursery, size).run(measure, chosen, size, trainer=True, timeout=600)
+            for (way, count), runs in zip(chosen, zip(*of_ranks, strict=True), strict=True):
                 found.setdefault((way, size, count), []).extend(1e3 * step for step in max(runs, key=median))
     return found
 
@@ -121,10 +123,14 @@ def cell(steps: Sequence[float]) -> str:
 # ---- on each rank ----------------------------------------------------------------------------------------------------
 
 
-def measure(way: str, layers: Sequence[int], ranks: int) -> list[list[float]]:
-    """Seconds of this thread in each step, for each number of layers."""
-    runs = [in_a_loop(count) if way == ONE else in_a_trainer(WAYS[way](ranks), count) for count in layers]
-    return [[after - before for before, after in pairwise(times)][WARM:] for times in runs]
+def measure(cases: Sequence[tuple[str, int]], ranks: int) -> list[list[float]]:
+    """Seconds of this thread in each step, for each way and number of layers."""
+    found = []
+    for way, layers in cases:
+        times = in_a_loop(layers) if way == ONE else in_a_trainer(WAYS[way](ranks), layers)
+        found.append([after - before for before, after in pairwise(times)][WARM:])
+        gc.collect()  # of the model, at nobody's cost
+    return found
 
 
 def make_model(layers: int) -> Any:
@@ -148,12 +154,12 @@ def make_batch() -> Tensor:
 def in_a_loop(layers: int) -> list[float]:
     model, times, ids = make_model(layers).train(), [], make_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(WARM + STEPS + 1):
+    for _ in range(WARM + STEPS):
         times.append(time.thread_time())
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return times
+    return [*times, time.thread_time()]
 
 
 class Module(L.LightningModule):
@@ -171,6 +177,9 @@ class Module(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.times.append(time.thread_time())
 
+    def on_train_epoch_end(self) -> None:
+        self.times.append(time.thread_time())
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss  # type: ignore[misc]
 
@@ -181,7 +190,7 @@ class Module(L.LightningModule):
 def in_a_trainer(strategy: Strategy, layers: int) -> list[float]:
     module = Module(layers)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, DataLoader([make_batch()] * (WARM + STEPS + 1), batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader([make_batch()] * (WARM + STEPS), batch_size=None))  # type: ignore[arg-type]
     return module.times
 
 
