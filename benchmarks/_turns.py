@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 
 class Turns:
     """The batches of one of them, each given when its turn comes; a step ends when the next batch is asked for.
@@ -65,5 +67,6 @@ def in_turn(ways: Mapping[str, Callable[[Turns], Any]], batch: Any, count: int) 
         turns[name].go()
     for _ in range(count):
         for each in turns.values():
+            dist.barrier()
             each.go()
     return {name: each.seconds[1:] for name, each in turns.items()}

@@ -28,7 +28,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 RANKS = 4
 MIB = 2**20
 EXPERTS, HIDDEN, INNER, CHOSEN = 32, 256, 128, 4
-TOKENS, BATCHED = (512, 2048), 512  # with more, batched_mm copies gigabytes
+TOKENS, BATCHED = (512, 1024), 512  # with more, batched_mm copies gigabytes
 BYTES = 4  # float32
 KERNELS = ("eager", "grouped_mm", "batched_mm")
 
@@ -87,7 +87,7 @@ def report(nursery: Nursery, tokens: Any, rounds: int) -> Iterator[str]:
         "MiB that a rank receives for one layer in a step, the most memory that a step of two layers holds on it, and "
         "the median of its times with their quartiles, as a ratio to experts that are gathered. Ways alternate; bytes "
         "are the same in every step. With tp=2 two ranks see the same tokens, so the step has half as many. Written by "
-        "`python -m benchmarks.experts --write`; `--tokens 8192` takes another number."
+        "`python -m benchmarks.experts --write`; `--tokens 2048 8192` takes more tokens."
     )
     for count in tokens:
         yield from ("", f"## {count} tokens on each data rank", "")

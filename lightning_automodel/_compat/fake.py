@@ -42,6 +42,7 @@ from lightning_automodel._compat.fake_cuda import (
     without_cuda,
 )
 from lightning_automodel._compat.fake_shapes import Shapes
+from lightning_automodel._compat.groups import group_of_name
 from lightning_automodel._compat.tensors import EagerMode
 
 aten = torch.ops.aten
@@ -87,6 +88,8 @@ def _wraps(kind: type) -> bool:
 
 def group_of(operation: Any, args: tuple) -> "dist.ProcessGroup | None":
     """Returns the group of a collective operation; ``None``: it is none, or waits for one only."""
+    if operation.namespace == "lightning_automodel":  # messages of ours, over gloo
+        return group_of_name(args[-1])
     if operation not in collective_ops or operation in sync_ops:
         return None
     return CollectiveOp.get_process_group(operation, args)
