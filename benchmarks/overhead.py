@@ -40,8 +40,8 @@ from benchmarks._turns import Turns, in_turn
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 
-WIDTHS = ((256, 8), (1024, 2))  # hidden, layers
-WARM, STEPS = 2, 9
+WIDTHS = ((256, 8), (1024, 4))  # hidden, layers
+WARM, STEPS = 2, 7
 TARGETS = {256: 1.3, 1024: 1.08}
 
 
