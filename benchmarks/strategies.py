@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=4096,
     use_cache=False,
 )
-ROWS, LENGTH, STEPS = 4, 64, 5
+ROWS, LENGTH, STEPS = 4, 64, 4
 RUNS: dict[str, tuple[int, int, Callable[[], Strategy]]] = {  # ranks, ranks that see different samples, strategy
     "one process": (1, 1, FSDP2TPStrategy),
     "DDP, dp=2": (2, 2, DDPStrategy),
