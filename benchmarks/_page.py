@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -16,7 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "lightning", "transformers", "peft", "megatron-fsdp", "nemo-automodel", "accelerate")
+PACKAGES = (
+    *("torch", "lightning", "transformers", "peft", "megatron-fsdp", "nemo-automodel", "accelerate"),
+    *("torchao", "liger-kernel", "triton"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,13 @@ class Page:
 
     def __init__(self, name: str, module: str, *, keeps_sections: bool = False) -> None:
         self.path, self.module, self.keeps_sections = DOCS / name, module, keeps_sections
+        self.results: Path | None = None
         self.lines: list[str] = []
+
+    def move(self, folder: Path) -> None:
+        """Let page and figures be written to ``folder``, which is made if it is not there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.results = folder / self.path.name, folder
 
     def parser(self, description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
         """Make the command line: ``--write``, ``--smoke``, and ``--rounds`` where rounds are repeated."""
@@ -80,14 +90,19 @@ class Page:
             return
         if arguments.smoke:
             sys.exit("--smoke runs the smallest form, once, and measures nothing that is worth writing; leave out one")
+        self.save(*more)
+
+    def save(self, *more: str) -> None:
+        """Write page and figures as far as they are known, with ``more`` lines at the page's end."""
         lines = [*self.lines, *more]
         sections = ""
         if self.keeps_sections and self.path.exists():
             sections = "".join(self.path.read_text().partition("\n## ")[1:])
         self.path.write_text("\n".join(lines) + "\n" + sections)
-        RESULTS.mkdir(exist_ok=True)
+        results = self.results or RESULTS
+        results.mkdir(exist_ok=True)
         found = {"benchmark": self.module, **configuration(), "tables": [vars(table) for table in tables_in(lines)]}
-        (RESULTS / f"{self.module}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (results / f"{self.module}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def configuration() -> dict[str, Any]:
@@ -98,14 +113,20 @@ def configuration() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "date": str(date.today()),
-        "revision": revision.stdout.strip(),
+        "revision": _revision(),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def _revision() -> str:
+    if shutil.which("git") is None:  # a bare container
+        return ""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _processor() -> str:

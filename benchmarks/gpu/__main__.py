@@ -1,39 +1,62 @@
 """The ladder on one CUDA device: what each lever adds, in tokens/s, TFLOP/s, MFU and memory. Writes docs/gpu.md.
 
-Models have their published sizes and random weights; parameters are in bfloat16, the optimizer is AdamW. A row is a
-process of its own, and has all levers of the rows above it. Tokens per second are from the median step. MFU is what the
-model needs for its tokens (forward and backward pass, each product as torch counts it, without recomputation) over the
-device's dense bfloat16 peak; with float8 too, so that rows compare.
+Models have their published sizes and random weights, which are drawn on the device; parameters are in bfloat16, the
+optimizer is AdamW. A row is a process of its own, and has all levers of the rows above it. Milliseconds are those of
+the median step, with quartiles; tokens per second follow from the median. MFU is what the model needs for its tokens
+(forward and backward pass, each product as torch counts it, without recomputation) over the device's dense bfloat16
+peak; with float8 too, so that rows compare. Memory is the peak of what was allocated, beside what the planner says of
+the same row with eager blocks, which need more than compiled ones (`python -m benchmarks.gpu.plan`). A row of which the
+planner says that it does not fit the device is not started.
 """
 
-import json
-import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from benchmarks._page import Page
-from benchmarks.gpu.rows import ROWS, Row
+from benchmarks.gpu.plan import Planned, read
+from benchmarks.gpu.rows import ROWS, Row, smallest
+from benchmarks.gpu.runner import Found, Runner
 from lightning_automodel.planner.hardware import TERA, Hardware, hardware_of
 
-TIMEOUT = 300  # seconds per row
+GIB, MINUTES = 2**30, 8.0
+COLUMNS = ("", "tokens/s", "ms per step", "TFLOP/s", "MFU", "peak GiB", "planned GiB", "target on an H200")
 
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.gpu``."""
     page = Page("gpu.md", "gpu")
-    parser = page.parser(__doc__)
-    parser.add_argument("--only", default="", help="rows whose model or name contain this")
-    arguments = parser.parse_args()
+    arguments = parse(page)
     if not arguments.smoke and not torch.cuda.is_available():
         sys.exit("this ladder needs a CUDA device; --smoke runs its smallest form on the CPU")
-    rows = [row for row in ROWS if arguments.only in f"{row.model} {row.name}"]
-    if arguments.smoke:
-        rows = [*rows[:2], *rows[2:][-1:]]  # by hand, under the Trainer, and the last one, of experts
+    if arguments.out is not None:
+        page.move(arguments.out)
+    saves = arguments.out is not None or (arguments.write and not arguments.smoke)
+    rows = [row for row in ROWS if arguments.only in f"{row.table}, {row.name}"]
+    rows = smallest(rows) if arguments.smoke else rows
     page.add(describe())
-    page.add(table(rows, arguments.smoke))
-    page.finish(arguments)
+    runner = Runner(rows, arguments.smoke, 60 * arguments.minutes, arguments.out)
+    try:
+        for lines in tables(rows, runner):
+            page.add(lines)
+            if saves:
+                page.save()  # what was measured stays, whatever ends the next row
+    finally:
+        runner.close()
+    if not saves:
+        page.finish(arguments)
+
+
+def parse(page: Page) -> Namespace:
+    """Read the command line."""
+    parser = page.parser(__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write page, figures and errors there, row by row")
+    parser.add_argument("--only", default="", help="rows whose table or name contain this")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after these; {MINUTES:g}")
+    return parser.parse_args()
 
 
 def describe() -> Iterator[str]:
@@ -43,46 +66,42 @@ def describe() -> Iterator[str]:
     yield f"{device}, torch {torch.__version__}. Written by `python -m benchmarks.gpu --write`."
 
 
-def table(rows: list[Row], smoke: bool) -> Iterator[str]:
-    """The tables, line by line: one per model, length and kind of training."""
+def tables(rows: list[Row], runner: Runner) -> Iterator[list[str]]:
+    """The lines of each row, with the head of a table before its first one."""
     device = hardware_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
     title = ""
     for row in rows:
-        here = f"{row.model}, {'LoRA' if row.lora else 'full'}, {row.rows} x {row.length} tokens"
-        if here != title:
-            title = here
-            yield from (
-                "",
-                f"## {title}",
-                "",
-                "| | tokens/s | TFLOP/s | MFU | peak GiB | target on an H200 |",
-                "|---" * 6 + "|",
-            )
-        yield line(row, run(row, smoke), device)
+        head = [] if row.table == title else ["", f"## {row.table}", "", cells(*COLUMNS), "|---" * len(COLUMNS) + "|"]
+        title = row.table
+        plan = None if runner.smoke else read().get(row.key)
+        if plan is not None and memory is not None and plan.peak > memory:
+            runner.skip()
+            found: Found = {"error": f"does not fit: {plan.peak / GIB:.0f} GiB planned, {memory / GIB:.0f} there"}
+        else:
+            found = runner.run(row)
+        yield [*head, line(row, found, plan, device)]
 
 
-def line(row: Row, found: dict[str, float] | str, device: Hardware | None) -> str:
+def line(row: Row, found: Found, plan: Planned | None, device: Hardware | None) -> str:
     """One line of a table; what cannot run is shown with its error."""
-    target = f"{row.target} tokens/s" if row.target else ""
-    if isinstance(found, str):
-        return f"| {row.name} | {found} | | | | {target} |"
-    speed = found["flops"] / found["seconds"]
-    mfu = "" if device is None or not speed else f"{100 * speed / device.flops:.1f} %"
-    tokens, peak = found["tokens"] / found["seconds"], found["peak"] / 2**30
-    return f"| {row.name} | {tokens:.0f} | {f'{speed / TERA:.1f}' if speed else ''} | {mfu} | {peak:.1f} | {target} |"
+    expected, target = f"{plan.peak / GIB:.1f}" if plan else "", f"{row.target} tokens/s" if row.target else ""
+    if "error" in found:
+        return cells(
+            row.name, found["error"][:160].replace("|", "/").replace("\n", " "), "", "", "", "", expected, target
+        )
+    seconds, tokens = found["seconds"], row.rows * found["length"]
+    spread = f"{1e3 * seconds:.1f} ({1e3 * found['low']:.1f}-{1e3 * found['high']:.1f})"
+    speed = found["flops"] / seconds
+    flops, mfu = f"{speed / TERA:.1f}" if speed else "", f"{speed / device.flops:.1%}" if device and speed else ""
+    return cells(
+        row.name, f"{tokens / seconds:.0f}", spread, flops, mfu, f"{found['peak'] / GIB:.1f}", expected, target
+    )
 
 
-def run(row: Row, smoke: bool) -> dict[str, float] | str:
-    """Measure a row in a process of its own; return its last line of errors where it fails."""
-    task = json.dumps({"row": row.to_dict(), "smoke": smoke})
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.measure", task]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return f"took more than {TIMEOUT} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no error message"])[-1][:160].replace("|", "/")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def cells(*texts: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(texts)} |"
 
 
 if __name__ == "__main__":

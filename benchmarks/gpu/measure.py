@@ -1,9 +1,12 @@
-"""One row of the ladder, in a process of its own: `python -m benchmarks.gpu.measure ROW`, JSON in and out."""
+"""One row of the ladder, in a process of its own: `python -m benchmarks.gpu.measure`, a line of JSON in and one out.
+
+It imports what every row needs before it reads which row it is, so that it can be started while another one measures.
+"""
 
 import json
 import sys
 import time
-from dataclasses import replace
+import traceback
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -14,12 +17,32 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from benchmarks._measure import quartiles
 from benchmarks.gpu.rows import Row
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from lightning_automodel.planner.flops import count_model
 
-WARM, STEPS = 3, 8
+WARM, LEAST, STEPS = 3, 3, 8
+SECONDS = 12  # of measured steps: then LEAST of them are enough
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Clock:
+    """Notes when steps begin."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def tick(self) -> bool:
+        """Note that a step begins, when the device has done what it was asked for; tell whether that was enough."""
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        measured = len(self.times) - 1 - WARM
+        return measured >= STEPS or (measured >= LEAST and self.times[-1] - self.times[WARM] > SECONDS)
+
+    def steps(self) -> list[float]:
+        """Seconds of each step, the warm ones first."""
+        return [after - before for before, after in pairwise(self.times)]
 
 
 def build(row: Row, smoke: bool) -> nn.Module:
@@ -28,11 +51,12 @@ def build(row: Row, smoke: bool) -> nn.Module:
     if row.experts is not None:
         config._experts_implementation = row.experts
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if not row.lora:
+    if row.adapters is None:
         return model
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))  # type: ignore[return-value]
+    adapters = LoraConfig(r=16, target_modules=row.adapters)
+    return get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[return-value]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -41,21 +65,20 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Module(L.LightningModule):
-    """Notes when steps begin."""
+    """Trains until enough steps were measured."""
 
-    def __init__(self, row: Row, smoke: bool) -> None:
+    def __init__(self, row: Row, smoke: bool, clock: Clock) -> None:
         super().__init__()
-        self.row, self.smoke = row, smoke
+        self.row, self.smoke, self.clock = row, smoke, clock
         self.model: Any = None
-        self.times: list[float] = []
 
     def configure_model(self) -> None:
         if self.model is None:
             with torch.device("meta"):
                 self.model = build(self.row, self.smoke)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.times.append(clock())
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.clock.tick() else None  # -1 ends the epoch, here the only one
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss
@@ -64,24 +87,14 @@ class Module(L.LightningModule):
         return make_optimizer(self)
 
 
-def clock() -> float:
-    """Seconds, when the device has done what it was asked for."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def batch_of(row: Row, smoke: bool) -> Tensor:
     """Random tokens, [rows, length]."""
     vocabulary = row.config(smoke).vocab_size
-    return torch.randint(
-        vocabulary, (row.rows, 32 if smoke else row.length), generator=torch.Generator().manual_seed(0)
-    )
+    return torch.randint(vocabulary, (row.rows, row.tokens(smoke)), generator=torch.Generator().manual_seed(0))
 
 
-def by_trainer(row: Row, smoke: bool) -> list[float]:
-    """Times at which steps began, under the Trainer."""
-    module = Module(row, smoke)
+def by_trainer(row: Row, smoke: bool, clock: Clock) -> None:
+    """Train under the Trainer."""
     trainer = L.Trainer(
         accelerator=DEVICE,
         devices=1,
@@ -93,51 +106,48 @@ def by_trainer(row: Row, smoke: bool) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batch = batch_of(row, smoke)
-    trainer.fit(module, DataLoader([batch] * (WARM + STEPS + 1), batch_size=None))  # type: ignore[arg-type]
-    return module.times
+    batches = [batch_of(row, smoke)] * (WARM + STEPS + 1)
+    trainer.fit(Module(row, smoke, clock), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
-def by_hand(row: Row, smoke: bool) -> list[float]:
+def by_hand(row: Row, smoke: bool, clock: Clock) -> None:
     """The same without Lightning and without this package."""
     with torch.device(DEVICE):
         model: Any = build(row, smoke).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if row.lora:
+    if row.adapters is not None:
         model.enable_input_require_grads()
-    optimizer, batch = make_optimizer(model), batch_of(row, smoke).to(DEVICE)
-    times = []
-    for _ in range(WARM + STEPS + 1):
-        times.append(clock())
-        model(input_ids=batch, labels=batch).loss.backward()
+    optimizer, batch = make_optimizer(model), batch_of(row, smoke)
+    while not clock.tick():
+        ids = batch.to(DEVICE)
+        model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return times
-
-
-def flops_of(row: Row, smoke: bool, length: int) -> float:
-    """Operations that a row of ``length`` tokens needs; 0: they are no sum over its tokens (adapters on experts)."""
-    with torch.device("meta"):
-        model = build(replace(row, experts=None), smoke)  # eager experts skip those without tokens
-    try:
-        return count_model(model).of_documents([length])
-    except ValueError:
-        return 0.0
 
 
 def measure(row: Row, smoke: bool) -> dict[str, float]:
-    """Seconds per step, tokens in it, floating-point operations that the model needs for them, and peak memory."""
-    times = (by_hand if row.by_hand else by_trainer)(row, smoke)
-    steps = [after - before for before, after in pairwise(times)]
-    length = batch_of(row, smoke).shape[1]
-    return {
-        "seconds": median(steps[WARM:]),
-        "tokens": row.rows * length,
-        "flops": row.rows * flops_of(row, smoke, length),
-        "peak": torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0,
-    }
+    """Seconds per step (median and quartiles), of the first one and of all before it, and peak memory in bytes."""
+    clock, start = Clock(), time.perf_counter()
+    (by_hand if row.by_hand else by_trainer)(row, smoke, clock)
+    first, *_ = steps = clock.steps()
+    low, high = quartiles(steps[WARM:])
+    found = {"seconds": median(steps[WARM:]), "low": low, "high": high, "steps": len(steps) - WARM}
+    found |= {"build": clock.times[0] - start, "first": first, "peak": 0, "reserved": 0}
+    if DEVICE == "cuda":
+        found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return found
+
+
+def main() -> None:
+    """Measure the row that stands on the standard input; an error is a result too."""
+    task = json.loads(sys.stdin.readline())
+    try:
+        found: dict[str, Any] = measure(Row(**task["row"]), task["smoke"])
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    task = json.loads(sys.argv[1])
-    print(json.dumps(measure(Row(**task["row"]), task["smoke"])))
+    main()

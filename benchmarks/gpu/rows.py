@@ -1,5 +1,6 @@
 """What the ladder on one device measures: models by their published sizes, and cumulative steps."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -72,6 +73,9 @@ SMALLEST = dict(  # what --smoke puts in their place
 )
 
 
+ALL, ATTENTION = "all-linear", ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One measurement.
@@ -81,7 +85,7 @@ class Row:
         name: what this row adds to the one above it.
         length: tokens of a row.
         rows: of a batch.
-        lora: adapters of rank 16 on all linear layers train, beside a frozen base.
+        adapters: what adapters of rank 16 are beside, which then train alone; ``None``: all parameters train.
         fields: of ``FSDP2Config``, all that hold.
         experts: transformers' ``experts_implementation``.
         by_hand: a loop of plain PyTorch and transformers.
@@ -89,14 +93,25 @@ class Row:
     """
 
     model: str
-    name: str
+    name: str = ""
     length: int
     rows: int = 1
-    lora: bool = False
-    fields: dict[str, Any] = field(default_factory=dict)
+    adapters: str | Sequence[str] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
     experts: str | None = None
     by_hand: bool = False
     target: int | None = None
+
+    @property
+    def table(self) -> str:
+        """Name the table of this row."""
+        kinds = {None: "full", ALL: "LoRA", ATTENTION: "LoRA on attention"}
+        return f"{self.model}, {kinds[self.adapters]}, {self.rows} x {self.length} tokens"  # type: ignore[index]
+
+    @property
+    def key(self) -> str:
+        """Tell this row from all others."""
+        return f"{self.table}, {self.name}"
 
     def config(self, smoke: bool) -> PreTrainedConfig:
         """Build the config of the model."""
@@ -104,6 +119,10 @@ class Row:
         if smoke:
             sizes |= {name: value for name, value in SMALLEST.items() if name in sizes}
         return AutoConfig.for_model(**sizes, max_position_embeddings=2 * self.length, use_cache=False)
+
+    def tokens(self, smoke: bool) -> int:
+        """Count the tokens of a row."""
+        return 32 if smoke else self.length
 
     def to_dict(self) -> dict[str, Any]:
         """Spell the row for another process."""
@@ -124,26 +143,26 @@ RUNGS: dict[str, dict[str, Any]] = {
 }
 
 
-def ladder(model: str, length: int, lora: bool, targets: dict[str, int]) -> list[Row]:
+def ladder(model: str, length: int, adapters: str | None, targets: dict[str, int]) -> list[Row]:
     """Rows that add a lever each."""
     return [
         Row(
             model=model,
             name=name,
             length=length,
-            lora=lora,
+            adapters=adapters,
             fields=fields,
             by_hand=name == BY_HAND,
             target=targets.get(name),
         )
         for name, fields in accumulated(RUNGS).items()
-        if not (lora and "float8" in fields)
+        if not (adapters and "float8" in fields)
     ]
 
 
-ROWS: list[Row] = [
-    *ladder("Llama-3.1-8B", 4096, True, {"+ selective checkpointing": 14_000}),
-    *ladder("Llama-3.1-8B", 8192, False, {"+ compiled blocks": 8500, "+ float8": 10_900}),
+ROWS: list[Row] = [  # the most valuable first: time may be over before the last
+    *ladder("Llama-3.1-8B", 8192, None, {"+ compiled blocks": 8500, "+ float8": 10_900}),
+    *ladder("Llama-3.1-8B", 4096, ALL, {"+ selective checkpointing": 14_000}),
     Row(
         model="Llama-3.1-8B",
         name="compiled, chunked loss, checkpointed",
@@ -152,25 +171,40 @@ ROWS: list[Row] = [
         fields={**FULL, **COMPILED},
         target=9600,
     ),
+    *(
+        Row(
+            model="Qwen3-30B-A3B",
+            name=f"{', '.join(['chunked loss', 'checkpointed', *more])}, experts {experts}",
+            length=4096,
+            adapters=ATTENTION,
+            fields={**FULL, **CHUNKED, **dict.fromkeys(more and ["enable_compile"], True)},
+            experts=experts,
+        )
+        for experts, more in (("grouped_mm", []), ("grouped_mm", ["compiled"]), ("eager", []), ("batched_mm", []))
+    ),
+    Row(
+        model="Qwen3-30B-A3B",
+        name="chunked loss, checkpointed, experts grouped_mm",
+        length=4096,
+        adapters=ALL,
+        fields={**FULL, **CHUNKED},
+        experts="grouped_mm",
+    ),
     Row(
         model="Llama-3.1-8B",
         name="compiled, Liger's loss, checkpointed",
         length=8192,
         fields={**FULL, "enable_compile": True, "loss_kernel": "liger"},
     ),
-    Row(model="Llama-3.2-1B", name="compiled, chunked loss", length=4096, rows=2, fields=COMPILED),
     Row(
         model="Qwen3-8B", name="compiled, chunked loss, checkpointed", length=4096, rows=2, fields={**FULL, **COMPILED}
     ),
-    *(
-        Row(
-            model="Qwen3-30B-A3B",
-            name=f"chunked loss, checkpointed, experts {experts}",
-            length=4096,
-            lora=True,
-            fields={**FULL, **CHUNKED},
-            experts=experts,
-        )
-        for experts in ("grouped_mm", "batched_mm", "eager")
-    ),
+    Row(model="Llama-3.2-1B", name="compiled, chunked loss", length=4096, rows=2, fields=COMPILED),
 ]
+
+
+def smallest(rows: Sequence[Row]) -> list[Row]:
+    """Choose rows that have every lever, once: by hand, under the Trainer, all rungs, adapters, experts."""
+    wanted = (BY_HAND, "Trainer, checkpointed", "+ float8", "grouped_mm")
+    last = {part: row for part in wanted for row in rows if part in row.name}
+    return list({row.key: row for row in last.values()}.values())

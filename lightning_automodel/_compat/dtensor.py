@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from lightning_automodel._compat.fsdp2 import parameter_groups
 
 __all__ = ["StridedShard"]
 
@@ -61,8 +63,8 @@ def is_offloaded(model: nn.Module) -> bool:
     if vars(model).get(_WILL_OFFLOAD):
         return True
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    states = (fully_shard.state(unit) for unit in units)  # type: ignore[attr-defined]
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for s in states for group in s._fsdp_param_groups)
+    groups = (group for unit in units for group in parameter_groups(unit))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
 def mark_as_offloaded(model: nn.Module, value: bool) -> None:

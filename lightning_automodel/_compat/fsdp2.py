@@ -47,13 +47,21 @@ def add_parameter_group(
     )
 
 
+def parameter_groups(unit: nn.Module) -> list[FSDPParamGroup]:
+    """Returns the groups of parameters of an FSDP2 unit; before torch 2.13 it has one at most, under another name."""
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [group for group in [state._fsdp_param_group] if group is not None]
+
+
 def relabel(unit: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, rows: int) -> None:
     """Lets the parameters of an FSDP2 unit say that they are shards of ``rows`` rows over ``mesh``. Nothing moves.
 
     FSDP2 labels what it shards with the mesh that it shards over, beside that of ``tp`` where it is split over that.
     Here other ranks hold more rows of the same tensor: rank r of the last axis of ``mesh`` has chunk r.
     """
-    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+    for group in parameter_groups(unit):
         for held in group.fsdp_params:
             spec = held._sharding_spec
             shape = torch.Size((rows, *spec.shape[1:]))
@@ -108,7 +116,7 @@ def pending_gradients(
         the sharded parameter; its gradient on this rank, summed over the tensor-parallel ranks; the function that cuts
         this rank's shard out of such a tensor; and the groups over which FSDP2 will average, one after the other.
     """
-    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+    for group in parameter_groups(unit):
         for held in group.fsdp_params:
             unsharded = getattr(held, "_unsharded_param", None)
             if held.unsharded_accumulated_grad is not None:
@@ -134,8 +142,7 @@ def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
 
 def holds_partial_sums(unit: FSDPModule) -> bool:
     """Tells whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
-    groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
-    return any(group._partial_reduce_output is not None for group in groups)
+    return any(group._partial_reduce_output is not None for group in parameter_groups(unit))
 
 
 def reduce_unused_parameters(unit: nn.Module) -> None:
@@ -150,7 +157,7 @@ def communicate_by(unit: FSDPModule, gather: Any, scatter: Any) -> None:
 
     Publicly for units of a single group: what is passed might know one mesh only. Ours knows none.
     """
-    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+    for group in parameter_groups(unit):
         group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
 
 
@@ -161,7 +168,7 @@ def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
     FSDP2 sets this publicly, but does not tell what it was before.
     """
     states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for unit in units for group in parameter_groups(unit)]
     automatic = [state._auto_reshard_after_forward for state in states]
     meshes = [group.post_forward_mesh_info for group in groups]
     for unit in units:

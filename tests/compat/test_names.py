@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel._compat.fsdp2 import parameter_groups
 from lightning_automodel._compat.transformers import recorded_outputs
 from lightning_automodel.loss.install import _LOSSES
 from lightning_automodel.plans import context
@@ -117,8 +118,7 @@ def state_of_fsdp2() -> list[str]:
     """Runs on each rank: attributes of instances, which no class shows."""
     module = nn.Linear(4, 4)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    state = fully_shard.state(module)
-    (group,) = state._fsdp_param_groups
+    (group,) = parameter_groups(module)
     lacking = [name for name in ("fsdp_params", "post_forward_mesh_info", "offload_policy") if not hasattr(group, name)]
     names = ("sharded_param", "unsharded_accumulated_grad", "mesh_info", "fsdp_placement")
     return lacking + [name for name in names if not hasattr(group.fsdp_params[0], name)]

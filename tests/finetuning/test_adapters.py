@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, PeftModel
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel._compat.fsdp2 import parameter_groups
 from lightning_automodel.checkpointing.conversion import export
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
@@ -83,7 +84,7 @@ def count_frozen(module: Any) -> list[str]:
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        for group in fully_shard.state(unit)._fsdp_param_groups:
+        for group in parameter_groups(unit):
             reduced = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
             assert len(reduced) < len(group.fsdp_params) or not reduced
             accumulated = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]

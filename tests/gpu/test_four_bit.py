@@ -9,8 +9,10 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
-from tests.support.four_bit import DOUBLE, FIELDS, FourBit, adapt, llama
 from tests.support.training import batches
+
+pytest.importorskip("bitsandbytes")
+from tests.support.four_bit import DOUBLE, FIELDS, FourBit, adapt, llama
 
 BOUND = 1e-4  # float32 on CUDA; a matrix product has another order of sums there
 STRATEGIES: dict[str, Any] = {"fsdp2": FSDP2TPStrategy, "ddp": DDPStrategy}

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
-from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
 from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo, reduce_scatter
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
@@ -56,7 +55,7 @@ def gradients(passes: int) -> tuple[list[torch.Tensor], list[int]]:
     for _ in range(passes):
         both = [model(input_ids=rows, labels=rows).loss for rows in (ids, ids.flip(1))]
         sum(both).backward()
-    groups = [group for unit in fsdp_units(model) for group in fully_shard.state(unit)._fsdp_param_groups]
+    groups = [group for unit in fsdp_units(model) for group in parameter_groups(unit)]
     memory = {group._all_gather_comm.memory for group in groups}
     assert memory == {group._reduce_scatter_comm.memory for group in groups}
     kept = [len(buffers) for buffers in memory.pop()._kept.values()]

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_automodel._compat.fsdp2 import parameter_groups
 from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.parallel.random_passes import draw_from
 
@@ -92,5 +92,5 @@ def different(make: Callable[[], nn.Module], other: Callable[[], nn.Module], ids
 
 def is_whole(unit: nn.Module) -> bool:
     """Whether FSDP2 holds memory for the unit's whole parameters, copied there already or on the way."""
-    (group,) = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
+    (group,) = parameter_groups(unit)
     return group.is_unsharded or group._all_gather_result is not None
