@@ -75,17 +75,22 @@ def tables(rows: list[Row], runner: Runner) -> Iterator[list[str]]:
         head = [] if row.table == title else ["", f"## {row.table}", "", cells(*COLUMNS), "|---" * len(COLUMNS) + "|"]
         title = row.table
         plan = None if runner.smoke else read().get(row.key)
-        if plan is not None and memory is not None and plan.peak > memory:
+        if error := does_not_fit(plan, memory):
             runner.skip()
-            found: Found = {"error": f"does not fit: {plan.peak / GIB:.0f} GiB planned, {memory / GIB:.0f} there"}
-        else:
-            found = runner.run(row)
+        found: Found = {"error": error} if error else runner.run(row)
         yield [*head, line(row, found, plan, device)]
+
+
+def does_not_fit(plan: Planned | None, memory: int | None) -> str:
+    """Say so if a device has less memory than what was planned; else nothing."""
+    if plan is None or memory is None or plan.gib <= memory / GIB:
+        return ""
+    return f"does not fit: {plan.gib:.0f} GiB planned, {memory / GIB:.0f} GiB there"
 
 
 def line(row: Row, found: Found, plan: Planned | None, device: Hardware | None) -> str:
     """One line of a table; what cannot run is shown with its error."""
-    expected, target = f"{plan.peak / GIB:.1f}" if plan else "", f"{row.target} tokens/s" if row.target else ""
+    expected, target = f"{plan.gib}" if plan else "", f"{row.target} tokens/s" if row.target else ""
     if "error" in found:
         return cells(
             row.name, found["error"][:160].replace("|", "/").replace("\n", " "), "", "", "", "", expected, target

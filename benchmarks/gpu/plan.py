@@ -30,10 +30,10 @@ UNPLANNED = ("enable_compile", "float8", "loss_kernel")
 
 @dataclass(frozen=True)
 class Planned:
-    """Peak of memory in bytes, and tokens per second on an H200."""
+    """Peak of memory in GiB, and tokens per second on an H200."""
 
-    peak: int
-    speed: float
+    gib: float
+    speed: int
 
 
 @cache
@@ -59,7 +59,7 @@ def plan_row(row: Row, smoke: bool = False) -> Planned:
     with torch.device("meta"):
         model = build(row, smoke)
     found = plan(model, run, HARDWARE["h200"])
-    return Planned(peak=found.peak, speed=round(found.estimate.speed))
+    return Planned(gib=round(found.peak / 2**30, 1), speed=round(found.estimate.speed))
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
@@ -77,10 +77,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     for row in ROWS:
         if arguments.only in row.key:
-            found[row.key] = asdict(plan_row(row))
-            peak, speed = found[row.key]["peak"] / 2**30, found[row.key]["speed"]
-            fits = ", ".join(name for name in ("h100", "h200") if peak < HARDWARE[name].memory / 2**30) or "neither"
-            print(f"{peak:7.1f} GiB {speed:8.0f} tokens/s  fits {fits:10}  {row.key}", flush=True)
+            known = plan_row(row)
+            found[row.key] = asdict(known)
+            fits = ", ".join(n for n in ("h100", "h200") if known.gib < HARDWARE[n].memory / 2**30) or "neither"
+            print(f"{known.gib:7.1f} GiB {known.speed:8} tokens/s  fits {fits:10}  {row.key}", flush=True)
     if arguments.write:
         PATH.write_text(json.dumps({**configuration(), "rows": found}, indent=1) + "\n")
 

@@ -1,5 +1,6 @@
 """Private names of DTensor: meshes, placements, shards that wait on the host, who holds a gradient."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
@@ -90,4 +91,25 @@ def strided_shard(dim: int, groups: int) -> Placement:
 
     torch has this placement under a private name: FSDP2 makes it, and transformers' plans need it for fused weights.
     """
+    _plan_their_moves()
     return StridedShard(dim, split_factor=groups)
+
+
+@functools.cache
+def _plan_their_moves() -> None:
+    """Let torch move DTensors of such placements dim by dim where it takes them for an order of axes, and fails.
+
+    torch 2.13 does so itself; before, ``full_tensor`` of a fused weight is an error.
+    """
+    if hasattr(_redistribute, "_StridedShardNotDecodableError"):
+        return
+    planner = _redistribute.DTensorRedistributePlanner
+    original = planner.generate_graph_based_transform_infos
+
+    def generate(self: Any, source: DTensorSpec, target: DTensorSpec, shape: Any) -> Any:
+        try:
+            return original(self, source, target, shape)
+        except ValueError:
+            return self.generate_greedy_transform_infos(source, target)
+
+    planner.generate_graph_based_transform_infos = generate  # type: ignore[method-assign]

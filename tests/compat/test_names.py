@@ -16,7 +16,9 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
+from lightning_automodel._compat.dtensor import strided_shard
 from lightning_automodel._compat.fsdp2 import parameter_groups
 from lightning_automodel._compat.transformers import recorded_outputs
 from lightning_automodel.loss.install import _LOSSES
@@ -126,6 +128,18 @@ def state_of_fsdp2() -> list[str]:
 
 def test_state_of_fsdp2(pool2: Pool) -> None:
     assert pool2.run(state_of_fsdp2) == [[], []]
+
+
+def gathered() -> bool:
+    """Runs on each rank: rows 0, 1, 4 and 5 of 8 are the first rank's, as of two matrices in one."""
+    whole, mesh = torch.arange(8.0), init_device_mesh("cpu", (2,))
+    cut = distribute_tensor(whole, mesh, [strided_shard(0, 2)], src_data_rank=None)
+    own = [[0, 1, 4, 5], [2, 3, 6, 7]][mesh.get_local_rank()]
+    return cut.to_local().tolist() == own and cut.full_tensor().equal(whole)
+
+
+def test_fused_weights_can_be_gathered(pool2: Pool) -> None:
+    assert pool2.run(gathered) == [True, True]
 
 
 # ---- what importing does ---------------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""The ladder on a GPU, without one: a row that fails, hangs or does not fit costs itself only."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as ladder
+from benchmarks.gpu import runner
+from benchmarks.gpu.measure import Clock
+from benchmarks.gpu.plan import Planned, read
+from benchmarks.gpu.rows import ROWS, Row, smallest
+
+MEASURED = {"seconds": 0.5, "low": 0.4, "high": 0.6, "peak": 3 * 2**30}
+PLAYED = f"""
+import json, subprocess, sys, time
+name = json.loads(sys.stdin.readline())["row"]["name"]
+if name == "falls":
+    sys.exit("RuntimeError: no memory")
+if name == "leaves":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if name == "hangs":
+    time.sleep(600)
+print("of a library")
+print(json.dumps({{"error": "OutOfMemoryError: a | b"}} if name == "refuses" else {MEASURED!r}))
+"""
+
+
+def rows(*names: str) -> list[Row]:
+    return [Row(model="Llama-3.2-1B", name=name, length=32) for name in names]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", PLAYED])
+    monkeypatch.setattr(runner, "TIMEOUT", 2.0)
+    monkeypatch.setattr(runner, "flops_of", lambda *_: 1e12)
+
+
+def test_a_row_costs_itself_only(played: None, tmp_path: Path) -> None:
+    chosen = rows("runs", "falls", "hangs", "leaves", "refuses", "again")
+    measuring = runner.Runner(chosen, smoke=True, seconds=60, folder=tmp_path)
+    found = [measuring.run(row) for row in chosen]
+    measuring.close()
+    ran = {"length": 32, "flops": 1e12} | MEASURED
+    assert [found[i] for i in (0, 3, 5)] == [ran] * 3
+    assert [found[i]["error"] for i in (1, 2, 4)] == [
+        "ended with 1: RuntimeError: no memory",
+        "took more than 2 s",
+        "OutOfMemoryError: a | b",
+    ]
+    assert "RuntimeError: no memory" in (tmp_path / "errors.log").read_text()
+
+
+def test_time_that_is_over(played: None) -> None:
+    chosen = rows("runs", "again")
+    measuring = runner.Runner(chosen, smoke=True, seconds=-6, folder=None)
+    assert measuring.run(chosen[0]) == {"error": "not measured: -0.1 minutes were over"}
+    measuring.close()
+
+
+def test_rows_are_written_as_they_come(played: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    chosen = rows("runs", "refuses", "again")
+    monkeypatch.setattr(ladder, "smallest", lambda _: chosen)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--smoke", "--out", str(tmp_path / "out")])
+    run, calls = runner.Runner.run, iter(chosen)
+    monkeypatch.setattr(
+        ladder.Runner, "run", lambda self, row: run(self, row) if next(calls).name != "again" else interrupted()
+    )
+    with pytest.raises(KeyboardInterrupt):
+        ladder.main()
+    page, figures = (tmp_path / "out" / name for name in ("gpu.md", "gpu.json"))
+    assert "| runs | 64 | 500.0 (400.0-600.0) | 2.0 |  | 3.0 |  |  |" in page.read_text()
+    assert [row[0] for row in json.loads(figures.read_text())["tables"][0]["rows"]] == ["runs", "refuses"]
+
+
+def test_what_does_not_fit_is_said() -> None:
+    (row,) = rows("runs")
+    text = ladder.line(row, {"error": ladder.does_not_fit(Planned(gib=150, speed=1), 139 * 2**30)}, None, None)
+    assert text == "| runs | does not fit: 150 GiB planned, 139 GiB there |  |  |  |  |  |  |"
+    assert ladder.does_not_fit(Planned(gib=130, speed=1), 139 * 2**30) == ""
+
+
+def test_each_row_is_planned() -> None:
+    assert {row.key for row in ROWS} == set(read())
+    assert len({row.key for row in ROWS}) == len(ROWS)
+
+
+def test_the_smallest_form_has_every_lever() -> None:
+    used = {name for row in smallest(ROWS) for name in row.fields}
+    assert used >= {"activation_checkpointing", "chunked_loss", "enable_compile", "float8"}
+    assert {"grouped_mm"} <= {row.experts for row in smallest(ROWS)}
+
+
+def test_enough_steps_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, steps in ((0.1, 11), (5.0, 6)):
+        clock, now = Clock(), iter(i * seconds for i in range(100))
+        monkeypatch.setattr("benchmarks.gpu.measure.time.perf_counter", lambda now=now: next(now))
+        while not clock.tick():
+            pass
+        assert len(clock.steps()) == steps
