@@ -66,6 +66,14 @@ def _pushed(modes: list[Any]) -> Generator[None, None, None]:
             _pop_mode()
 
 
+def written_output(tensor: Tensor) -> Tensor:
+    """Returns what the forward pass of an autograd function wrote in place, to be its output.
+
+    In a compiled graph torch 2.11 gives such an output a gradient of zeros, unless it is a view; 2.13 does not.
+    """
+    return tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor
+
+
 def each_norm(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Computes the norm of each tensor, in one kernel where there is one; torch's own clipping does so."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat.groups import all_gather, reduce_scatter
+from lightning_automodel._compat.tensors import written_output
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -129,7 +130,7 @@ class _CopyIn(torch.autograd.Function):
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+        return written_output(_all_reduce(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

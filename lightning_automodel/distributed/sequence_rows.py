@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_automodel._compat.groups import reduce_scatter
+from lightning_automodel._compat.tensors import written_output
 from lightning_automodel.distributed.collectives import shard_bounds
 
 Bounds = tuple[int, int]
@@ -189,7 +190,7 @@ class _SumParts(torch.autograd.Function):
         ctx.scale = scale
         total = x.clone()
         dist.all_reduce(total, group=group)
-        return total
+        return written_output(total)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

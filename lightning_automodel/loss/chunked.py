@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.tensors import written_output
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets
 from lightning_automodel.loss.vocab_parallel import (
@@ -187,7 +188,7 @@ class _ChunkedLossSum(torch.autograd.Function):
             del logits, d_logits  # before the next chunk's are made
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype]
-        return total
+        return written_output(total)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
