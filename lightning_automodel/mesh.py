@@ -15,14 +15,13 @@ Expert parallelism is a view of ``dp_shard_cp``, and no axis of its own: ``efsdp
 """
 
 import math
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel._compat.groups import flatten_axes, set_timeout, unflatten_axis
+from lightning_automodel._compat.groups import axis_of, flatten_axes, set_timeout, unflatten_axis
 from lightning_automodel.distributed.kept_groups import keep
 
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
@@ -134,13 +133,8 @@ def share_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
 
 
 def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """Returns the sub-mesh of one or more axes; flattened names count.
-
-    torch warns that slicing flattened axes will change; there is no replacement yet, so the warning is kept from users.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-        return mesh[names if len(names) > 1 else names[0]]
+    """Returns the sub-mesh of one or more axes; flattened names count."""
+    return axis_of(mesh, *names)
 
 
 @dataclass(frozen=True, kw_only=True)

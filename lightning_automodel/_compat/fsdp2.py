@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 
@@ -29,8 +30,6 @@ def add_parameter_group(
     FSDP2 keeps several groups per unit (for parameters on different meshes); grouping by dtype is not public.
     """
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    if not hasattr(state, "_fsdp_param_groups"):
-        raise RuntimeError("a model with parameters of several dtypes needs torch 2.13 or newer; store it in one dtype")
     first = state._fsdp_param_groups[0]
     _move_states_to_device(parameters, [], first.device)
     state._fsdp_param_groups.append(
@@ -44,6 +43,21 @@ def add_parameter_group(
             mp_policy,
             first.offload_policy,
         )
+    )
+
+
+def check_dtypes(dtypes: Sequence[torch.dtype]) -> None:
+    """Check that a unit can hold parameters of these dtypes.
+
+    Raises:
+        RuntimeError: if this torch holds floating-point parameters of one dtype only.
+    """
+    if hasattr(FSDPState(), "_fsdp_param_groups") or (len(dtypes) < 2 and all(x.is_floating_point for x in dtypes)):
+        return
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise RuntimeError(
+        f"before torch 2.13 FSDP2 shards parameters of one floating-point dtype, and these are {names}; use torch 2.13 "
+        "or newer, or store the model in one dtype"
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightning_automodel._compat.fsdp2 import add_parameter_group
+from lightning_automodel._compat.fsdp2 import add_parameter_group, check_dtypes
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel.parallel.dim_to_cut import DimToCut
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
@@ -35,7 +35,9 @@ def shard_unit(
     to get it would lose what they are kept in float32 for. ``fully_shard_fn`` is called in place of FSDP2's own, with a
     module, or a list where a unit has several.
     """
-    (_, policy), *others = _groups_of_one_dtype(parameters, in_float32, mp_policy) or [([], mp_policy)]
+    groups = _groups_of_one_dtype(parameters, in_float32, mp_policy)
+    check_dtypes([group[0].dtype for group, _ in groups])
+    (_, policy), *others = groups or [([], mp_policy)]
     ignored = {p for group, _ in others for p in group} | set(replicated)
     choose_dim = DimToCut(mesh.size(mesh.ndim - 1))
     modules = list(modules)

@@ -172,7 +172,10 @@ INHERITED = {
 OWN = {"_backward", "_connector", "_holds", "_loop", "_place", "_requeue"}
 """Attributes of classes in _compat."""
 
-OPTIONAL = {"_distributed", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"}
+OPTIONAL = {
+    *("_distributed", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"),
+    "_StridedShardNotDecodableError",
+}
 """Of datasets, which the tests do not need; of torch up to 2.12 or from 2.13 on, and asked for where it is."""
 
 PARAMETERS = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from lightning_automodel._compat import fsdp2, groups
 from lightning_automodel._compat.dtensor import strided_shard
 from lightning_automodel._compat.fsdp2 import parameter_groups
 from lightning_automodel._compat.transformers import recorded_outputs
@@ -140,6 +142,32 @@ def gathered() -> bool:
 
 def test_fused_weights_can_be_gathered(pool2: Pool) -> None:
     assert pool2.run(gathered) == [True, True]
+
+
+# ---- what an older torch lacks ---------------------------------------------------------------------------------------
+
+
+class Old:
+    """Stands for a class of an older torch, without the attributes of a newer one."""
+
+
+def test_an_older_torch_shards_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsdp2.check_dtypes([torch.float32, torch.uint8])
+    monkeypatch.setattr(fsdp2, "FSDPState", Old)
+    fsdp2.check_dtypes([torch.bfloat16])
+    for dtypes, names in (([torch.bfloat16, torch.float32], "bfloat16 and float32"), ([torch.uint8], "uint8")):
+        with pytest.raises(RuntimeError, match=f"these are {names}; use torch 2.13 or newer"):
+            fsdp2.check_dtypes(dtypes)
+
+
+def test_an_older_torch_has_no_parts_of_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("Currently, this only allows slicing out a contiguous flattened dim.")
+
+    monkeypatch.setattr(groups, "axis_of", refuse)
+    mesh = MagicMock()
+    with pytest.raises(RuntimeError, match=r"efsdp and ep: .* need torch 2.13 or newer"):
+        groups.unflatten_axis(mesh, {"efsdp": 2, "ep": 2})
 
 
 # ---- what importing does ---------------------------------------------------------------------------------------------
