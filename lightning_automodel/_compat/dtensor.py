@@ -112,4 +112,4 @@ def _plan_their_moves() -> None:
         except ValueError:
             return self.generate_greedy_transform_infos(source, target)
 
-    planner.generate_graph_based_transform_infos = generate  # type: ignore[method-assign]
+    planner.generate_graph_based_transform_infos = generate  # type: ignore[method-assign,assignment]

@@ -61,7 +61,7 @@ def check_dtypes(dtypes: Sequence[torch.dtype]) -> None:
     )
 
 
-def parameter_groups(unit: nn.Module) -> list[FSDPParamGroup]:
+def parameter_groups(unit: Any) -> list[Any]:
     """Returns the groups of parameters of an FSDP2 unit; before torch 2.13 it has one at most, under another name."""
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
     if hasattr(state, "_fsdp_param_groups"):
