@@ -55,8 +55,10 @@ def build(row: Row, smoke: bool) -> nn.Module:
         return model
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(r=16, target_modules=row.adapters)
-    return get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[return-value]
+    adapted = get_peft_model(model, LoraConfig(r=16, target_modules=row.adapters), autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():  # on the meta device peft leaves adapters in float32
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted  # type: ignore[return-value]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
