@@ -160,10 +160,26 @@ def holds_partial_sums(unit: FSDPModule) -> bool:
 
 
 def reduce_unused_parameters(unit: nn.Module) -> None:
-    """Let an FSDP2 unit reduce zeros for parameters without a gradient. New in torch 2.13; older ones cannot."""
+    """Let an FSDP2 unit reduce zeros for parameters without a gradient.
+
+    Public from torch 2.13 on. Before, ranks with a gradient and ranks without would reduce tensors of different sizes.
+    """
     setter = getattr(unit, "set_reduce_scatter_unused_params", None)
     if setter is not None:
         setter(True, recurse=False)
+        return
+    for group in parameter_groups(unit):
+        group.post_backward = partial(_with_zeros, group, group.post_backward)
+
+
+def _with_zeros(group: Any, post_backward: Callable, *unused: Any) -> None:
+    """Run what follows the backward pass of a group, with zeros for the gradients that it lacks."""
+    for held in group.fsdp_params if group.reduce_grads else ():
+        parameter = getattr(held, "_unsharded_param", None)
+        is_unused = parameter is not None and parameter.requires_grad and parameter.grad is None
+        if is_unused and held.unsharded_accumulated_grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    post_backward(*unused)
 
 
 def communicate_by(unit: FSDPModule, gather: Any, scatter: Any) -> None:

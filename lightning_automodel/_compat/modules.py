@@ -48,6 +48,19 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+def lay_hooks_in_order(module: nn.Module) -> None:
+    """Stores the hooks around the forward pass of ``module`` in the order in which they run.
+
+    A hook that was prepended runs first, but its table, an ``OrderedDict``, stays the plain dict in which it is the
+    last. By that one the compiler of torch 2.11 looks a hook up, and takes another one for it; 2.13 does not.
+    """
+    tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for hooks in tables:
+        in_order = list(hooks.items())
+        hooks.clear()
+        hooks.update(in_order)
+
+
 def gradient_hooks_of(parameter: nn.Parameter) -> list[Any]:
     """Returns what ``parameter.register_hook`` was given."""
     return list((parameter._backward_hooks or {}).values())

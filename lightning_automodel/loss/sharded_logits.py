@@ -111,11 +111,13 @@ def join_shards(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> Sh
         size: of the vocabulary.
         dim: where ``local`` is cut.
     """
-    dim %= local.ndim
+    return _sharded(_joined(local, mesh, size, dim % local.ndim))
+
+
+def _joined(local: Tensor, mesh: DeviceMesh, size: int, dim: int) -> DTensor:
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
-    joined = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-    return _sharded(joined)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
 
 
 def _name(func: Callable) -> str:
@@ -150,7 +152,25 @@ def _shard_of(logits: ShardedLogits) -> LogitShard:
     (placement,) = logits.placements
     assert isinstance(placement, Shard)
     size, mesh = tuple(whole_shape(logits))[placement.dim], logits.device_mesh
-    return LogitShard(logits.to_local(), placement.dim, size, mesh)
+    return LogitShard(_ToShard.apply(logits, mesh, size, placement.dim), placement.dim, size, mesh)
+
+
+class _ToShard(torch.autograd.Function):
+    """Return a rank's shard, whose gradient is cut as the logits are.
+
+    ``DTensor.to_local`` does so from torch 2.13 on. Before, the gradient of uneven shards has other strides than the
+    logits, for which autograd makes a whole copy of it on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: ShardedLogits, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
+        ctx.place = mesh, size, dim
+        local = logits.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _joined(grad, *ctx.place), None, None, None
 
 
 def _join(shard: LogitShard) -> ShardedLogits:

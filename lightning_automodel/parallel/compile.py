@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel._compat.compilation import allow_records_in_checkpoints, overlap_in_compiled_graphs
+from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import (
     attention_of,
     recording_inside_graph,
@@ -59,6 +60,8 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
     allow_records_in_checkpoints()
     compiled = _CompiledForward(backend, dynamic)
     for block in blocks:
+        for module in block.modules():
+            lay_hooks_in_order(module)
         for part in _parts_in_graphs(block):
             wrap_forward(part, compiled if part is block else _Part(compiled, block))
 

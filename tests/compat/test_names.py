@@ -1,6 +1,7 @@
 """Each private name of others that the package uses, one test each: a new release that lacks it fails here by name."""
 
 import ast
+import copy
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -12,16 +13,18 @@ from unittest.mock import MagicMock
 import lightning.pytorch
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from lightning.pytorch.loops.optimization.automatic import Closure
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from lightning_automodel._compat import fsdp2, groups
 from lightning_automodel._compat.dtensor import strided_shard
-from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2 import parameter_groups, reduce_unused_parameters
+from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import recorded_outputs
 from lightning_automodel.loss.install import _LOSSES
 from lightning_automodel.plans import context
@@ -123,8 +126,9 @@ def state_of_fsdp2() -> list[str]:
     module = nn.Linear(4, 4)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     (group,) = parameter_groups(module)
-    lacking = [name for name in ("fsdp_params", "post_forward_mesh_info", "offload_policy") if not hasattr(group, name)]
+    of_group = ("fsdp_params", "post_forward_mesh_info", "offload_policy", "post_backward", "reduce_grads")
     names = ("sharded_param", "unsharded_accumulated_grad", "mesh_info", "fsdp_placement")
+    lacking = [name for name in of_group if not hasattr(group, name)]
     return lacking + [name for name in names if not hasattr(group.fsdp_params[0], name)]
 
 
@@ -142,6 +146,49 @@ def gathered() -> bool:
 
 def test_fused_weights_can_be_gathered(pool2: Pool) -> None:
     assert pool2.run(gathered) == [True, True]
+
+
+class Uneven(nn.Module):
+    """Uses its second half on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rare = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rare(self.used(x)) if dist.get_rank() == 0 else self.used(x)
+
+
+def gradient_of_rare_parts() -> list[float]:
+    """Runs on each rank: the greatest differences from half of the first rank's gradient, over two micro-batches."""
+    torch.manual_seed(0)
+    model, x = Uneven(), torch.randn(2, 3)
+    whole = copy.deepcopy(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    reduce_unused_parameters(model)
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        model(x).sum().backward()
+        whole.rare(whole.used(x)).sum().backward()
+    found = dict(model.rare.named_parameters())
+    gradients = ((found[name].grad, p.grad) for name, p in whole.rare.named_parameters())
+    return [float((many.full_tensor() - one / 2).abs().max()) for many, one in gradients]
+
+
+def test_gradients_that_one_rank_has(pool2: Pool) -> None:
+    for found in pool2.run(gradient_of_rare_parts):
+        assert max(found) < 1e-6
+
+
+def test_prepended_hooks_stand_first_in_any_order() -> None:
+    module, ran = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *_: ran.append("second"))
+    module.register_forward_hook(lambda *_: ran.append("first"), prepend=True)
+    lay_hooks_in_order(module)
+    for hook in dict(dict.items(module._forward_hooks)).values():
+        hook()
+    module(torch.ones(2))
+    assert ran == ["first", "second"] * 2
 
 
 # ---- what an older torch lacks ---------------------------------------------------------------------------------------
