@@ -46,13 +46,18 @@ def add_parameter_group(
     )
 
 
+def holds_several_dtypes() -> bool:
+    """Tells whether a unit can hold parameters of several dtypes: from torch 2.13 on."""
+    return hasattr(FSDPState(), "_fsdp_param_groups")
+
+
 def check_dtypes(dtypes: Sequence[torch.dtype]) -> None:
     """Check that a unit can hold parameters of these dtypes.
 
     Raises:
         RuntimeError: if this torch holds floating-point parameters of one dtype only.
     """
-    if hasattr(FSDPState(), "_fsdp_param_groups") or (len(dtypes) < 2 and all(x.is_floating_point for x in dtypes)):
+    if holds_several_dtypes() or (len(dtypes) < 2 and all(x.is_floating_point for x in dtypes)):
         return
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise RuntimeError(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.fsdp2 import fsdp_units, reduce_unused_parameters
+from lightning_automodel._compat.fsdp2 import fsdp_units, holds_several_dtypes, reduce_unused_parameters
 from lightning_automodel._compat.groups import concatenated_once
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
@@ -62,15 +62,15 @@ class FSDP2Sharding:
     axes: Axes
     fully_shard_fn: FullyShard | None = None
 
-    @property
-    def sums_gradients(self) -> bool:
+    def sums_gradients(self, model: nn.Module) -> bool:
         """Tell whether FSDP2 sums partial gradients: it does unless it holds no parameters."""
-        unneeded = self.fully_shard_fn is None and needs_no_sharding(self.axes.data, self.config, self.mp_policy)
+        own = self.fully_shard_fn is None
+        unneeded = own and needs_no_sharding(model, self.axes.data, self.config, self.mp_policy)
         return self.axes.tp.size() == 1 or not unneeded
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
-        if self.sums_gradients:
+        if self.sums_gradients(model):
             with concatenated_once():
                 apply_fsdp2(model, self.axes, self.config, self.mp_policy, self.fully_shard_fn)
         else:
@@ -163,15 +163,29 @@ def _reduce_what_a_batch_may_lack(model: nn.Module, towers: dict[str, nn.Module]
     differentiate_stream(model, towers)
 
 
-def needs_no_sharding(mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:
+def needs_no_sharding(
+    model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy
+) -> bool:
     """Tells whether there is one data rank, and nothing is cast or waits on the host: FSDP2 would then only copy.
 
     On one rank it copies every parameter before its use, and every gradient twice after it. The choice depends on
     nothing that differs between the modules of a run: their parameters are then DTensors over one mesh, which is what
-    stock clipping and stock fused optimizers need.
+    stock clipping and stock fused optimizers need. Before torch 2.13 it depends on the dtypes of ``model`` where FSDP2
+    could not hold them together: adapters in float32 on a narrow base.
     """
     casts = mp_policy.param_dtype is not None or mp_policy.reduce_dtype is not None
+    if casts and not holds_several_dtypes():
+        casts = not _is_as_cast(model, mp_policy)
     return mesh.size() == 1 and not casts and not config.offload_policy
+
+
+def _is_as_cast(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> bool:
+    """Tell whether ``model`` has several dtypes and the policy would change none, of parameters or of gradients."""
+    in_float32 = find_float32(model)
+    floats = [p for p in model.parameters() if p.is_floating_point()]
+    computes = all(p in in_float32 or p.dtype == (mp_policy.param_dtype or p.dtype) for p in floats)
+    reduces = all(p.dtype == (mp_policy.reduce_dtype or p.dtype) for p in floats if p.requires_grad)
+    return len({p.dtype for p in floats}) > 1 and computes and reduces
 
 
 def mark_as_unit(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> None:

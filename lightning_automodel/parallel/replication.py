@@ -21,13 +21,15 @@ class Replication:
         axes: of the mesh; no tp.
         device: of weights that are drawn here, because no file was read.
         dtype: of compute; ``None``: that of the parameters.
-        sums_gradients: nothing is split, so no gradient is partial.
     """
 
     axes: Axes
     device: torch.device
     dtype: torch.dtype | None
-    sums_gradients: bool = True
+
+    def sums_gradients(self, model: nn.Module) -> bool:
+        """Tell that nothing is left to sum: nothing is split, so no gradient is partial."""
+        return True
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Draw the weights of a model that is still on the meta device, and compute in the narrower dtype."""

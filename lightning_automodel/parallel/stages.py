@@ -56,9 +56,8 @@ from lightning_automodel.plans.context import derive_context_layout
 class Sharding(Protocol):
     """The stage in which the strategies differ: what the ranks that see different samples do with the parameters."""
 
-    @property
-    def sums_gradients(self) -> bool:
-        """Tell whether it sums the partial gradients that tensor parallelism leaves."""
+    def sums_gradients(self, model: nn.Module) -> bool:
+        """Tell whether it sums the partial gradients that tensor parallelism leaves in ``model``."""
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model`` in place; with tp=1 it has no plan and no layout."""
@@ -92,7 +91,8 @@ def apply_stages(
     context = _cut_context(model, axes, config)
     if layout is not None:
         whole, apart = find_whole_experts(model, layout, tp), experts.found if experts else ()
-        apply_tensor_parallel(model, axes.tp, layout, is_final=not sharding.sums_gradients, gathered_alone=apart)
+        is_final = not sharding.sums_gradients(model)
+        apply_tensor_parallel(model, axes.tp, layout, is_final=is_final, gathered_alone=apart)
         route_to_own_experts(model, whole, axes.tp.get_group())
     if experts is not None:
         experts.divide(model, resolve_dispatcher(config.expert_dispatcher))

@@ -18,7 +18,7 @@ import transformers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from lightning_automodel._compat import fsdp2, groups
@@ -26,7 +26,9 @@ from lightning_automodel._compat.dtensor import strided_shard
 from lightning_automodel._compat.fsdp2 import parameter_groups, reduce_unused_parameters
 from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import recorded_outputs
+from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.install import _LOSSES
+from lightning_automodel.parallel.fsdp2 import needs_no_sharding
 from lightning_automodel.plans import context
 from lightning_automodel.plans.attention_heads import names_in_code
 from lightning_automodel.testing.pool import Pool
@@ -205,6 +207,25 @@ def test_an_older_torch_shards_one_dtype(monkeypatch: pytest.MonkeyPatch) -> Non
     for dtypes, names in (([torch.bfloat16, torch.float32], "bfloat16 and float32"), ([torch.uint8], "uint8")):
         with pytest.raises(RuntimeError, match=f"these are {names}; use torch 2.13 or newer"):
             fsdp2.check_dtypes(dtypes)
+
+
+class New:
+    """Stands for that class of torch 2.13."""
+
+    _fsdp_param_groups = ()
+
+
+def test_an_older_torch_leaves_several_dtypes_on_one_data_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False), nn.Linear(2, 2))
+    mesh, policy = MagicMock(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh.size.return_value = 1
+    monkeypatch.setattr(fsdp2, "FSDPState", New)
+    assert not needs_no_sharding(model, mesh, FSDP2Config(), policy)
+    monkeypatch.setattr(fsdp2, "FSDPState", Old)
+    assert needs_no_sharding(model, mesh, FSDP2Config(), policy)
+    assert not needs_no_sharding(model[1], mesh, FSDP2Config(), policy)  # computes in bfloat16
+    model.requires_grad_(True)  # gradients of the narrow ones would be reduced in float32
+    assert not needs_no_sharding(model, mesh, FSDP2Config(), policy)
 
 
 def test_an_older_torch_has_no_parts_of_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:

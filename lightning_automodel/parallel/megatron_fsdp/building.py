@@ -60,7 +60,9 @@ def is_split(model: nn.Module) -> bool:
 class AwaitWeights:
     """The last stage under Megatron-FSDP, which shards values: remembers the layout until :func:`finish_split`."""
 
-    sums_gradients: bool = True
+    def sums_gradients(self, model: nn.Module) -> bool:
+        """Tell that hooks sum partial gradients."""
+        return True
 
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Leave slices of tensor parallelism as DTensors, into which weights can be read."""
