@@ -163,9 +163,7 @@ def _reduce_what_a_batch_may_lack(model: nn.Module, towers: dict[str, nn.Module]
     differentiate_stream(model, towers)
 
 
-def needs_no_sharding(
-    model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy
-) -> bool:
+def needs_no_sharding(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:
     """Tells whether there is one data rank, and nothing is cast or waits on the host: FSDP2 would then only copy.
 
     On one rank it copies every parameter before its use, and every gradient twice after it. The choice depends on

@@ -200,19 +200,20 @@ class Old:
     """Stands for a class of an older torch, without the attributes of a newer one."""
 
 
+class New:
+    """Stands for the state of a unit in torch 2.13."""
+
+    _fsdp_param_groups = ()
+
+
 def test_an_older_torch_shards_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp2, "FSDPState", New)
     fsdp2.check_dtypes([torch.float32, torch.uint8])
     monkeypatch.setattr(fsdp2, "FSDPState", Old)
     fsdp2.check_dtypes([torch.bfloat16])
     for dtypes, names in (([torch.bfloat16, torch.float32], "bfloat16 and float32"), ([torch.uint8], "uint8")):
         with pytest.raises(RuntimeError, match=f"these are {names}; use torch 2.13 or newer"):
             fsdp2.check_dtypes(dtypes)
-
-
-class New:
-    """Stands for that class of torch 2.13."""
-
-    _fsdp_param_groups = ()
 
 
 def test_an_older_torch_leaves_several_dtypes_on_one_data_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
