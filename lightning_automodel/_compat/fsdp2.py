@@ -180,7 +180,7 @@ def reduce_unused_parameters(unit: nn.Module) -> None:
 def _with_zeros(group: Any, post_backward: Callable, *unused: Any) -> None:
     """Run what follows the backward pass of a group, with zeros for the gradients that it lacks."""
     for held in group.fsdp_params if group.reduce_grads else ():
-        parameter = getattr(held, "_unsharded_param", None)
+        parameter: Any = getattr(held, "_unsharded_param", None)
         is_unused = parameter is not None and parameter.requires_grad and parameter.grad is None
         if is_unused and held.unsharded_accumulated_grad is None:
             parameter.grad = torch.zeros_like(parameter)
