@@ -29,7 +29,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.parallel.levers.collectives import Collectives
 
 WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
-WARM, REPEATS = 2, 5
+WARM, PROFILED, REPEATS = 2, 3, 5
 SIZES = (1, 8, 48)  # of messages, MiB
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
 
@@ -133,7 +133,8 @@ def messages(pool: Pool, sizes: tuple[int, ...]) -> Iterator[str]:
 
 def measure(width: int, rounds: int, compiled: bool) -> dict[str, dict[str, float]]:
     """Milliseconds of each way: of a step, of computing in it, of matrix products in it, of its collectives alone."""
-    torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks
+    torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks, and differ in shapes
+    torch._dynamo.config.automatic_dynamic_shapes = False
     takes_part = [name for name in WAYS if name != ONE or dist.get_rank() == 0]
     steps = {name: make_step(width, WAYS[name], compiled) for name in takes_part}
     taken: dict[str, list[tuple[float, float]]] = {name: [(0.0, 0.0)] * (WARM + rounds) for name in WAYS}
@@ -148,7 +149,7 @@ def measure(width: int, rounds: int, compiled: bool) -> dict[str, dict[str, floa
         low, high = quartiles(seconds)
         parts = {"step": median(seconds), "low": low, "high": high, "computing": median(computing)}
         dist.barrier()
-        parts["products"] = products_of(steps[name]) if name in steps else 0.0
+        parts["products"] = median(products_of(steps[name]) for _ in range(PROFILED)) if name in steps else 0.0
         parts["collectives"] = replayed(steps[name]) if WAYS[name].sizes else 0.0
         found[name] = {part: 1e3 * value for part, value in parts.items()}
     return found
