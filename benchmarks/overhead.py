@@ -4,7 +4,8 @@ Every way trains the same Llama on the same batch with SGD, on two ranks of this
 processes, one at a time. After the first steps, in which things are compiled and allocated, they take steps in turn, so
 that a slower moment of the machine is everybody's. A time is the median of the steps of the slower rank; a ratio is the
 median of the ratios to our step of the same turn, with quartiles: above 1 others take longer. Lightning's own share is
-what the steps of our trainer spend outside of forward pass, backward pass, update and zeroing.
+the processor time of our trainer's thread outside of forward pass, backward pass, update and zeroing: its loops and
+hooks, and our strategy's look for gradients that are not finite.
 """
 
 import importlib.util
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -129,7 +131,8 @@ def measure(size: Size, folder: str) -> dict[str, list[float]]:
     ways = {OURS: partial(by_trainer, ours)}
     ways |= {name: partial(way, size, folder) for name, way in others(size).items()}
     seconds = in_turn(ways, make_batch(size), WARM + size.steps)
-    seconds[OWN] = [step - spent for step, spent in zip(seconds[OURS], ours.spent[1:], strict=True)]
+    steps = [after - before for before, after in pairwise(ours.began)]
+    seconds[OWN] = [step - spent for step, spent in zip(steps, ours.spent, strict=False)]
     return {name: [1e3 * second for second in found[WARM:]] for name, found in seconds.items()}
 
 
@@ -140,6 +143,7 @@ class Module(L.LightningModule):
         super().__init__()
         self.size = size
         self.model: Any = None
+        self.began: list[float] = []
         self.spent: list[float] = []
 
     def configure_model(self) -> None:
@@ -147,13 +151,14 @@ class Module(L.LightningModule):
             self.model = make_model(self.size)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.began.append(time.thread_time())
         self.spent.append(0.0)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        before = time.perf_counter()
+        before = time.thread_time()
         yield
-        self.spent[-1] += time.perf_counter() - before
+        self.spent[-1] += time.thread_time() - before
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with self.watch():

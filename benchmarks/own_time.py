@@ -4,10 +4,12 @@ A narrow Llama (hidden 64, 16 tokens) computes next to nothing. A step of the tr
 this much processor time more than a step of a plain loop on one process: our hooks, torch's (FSDP2, autograd
 functions, collectives called, not waited for), and Lightning's. Processor time is what a thread computes; waiting and
 other work on the machine are not in it. A line is fitted over the numbers of layers; the last column is how far the
-farthest is off.
+farthest is off. The speed of a core changes by a half while this runs, and with it these times; the number of functions
+that are called in a step, Python's and built-in ones, does not.
 """
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -36,7 +38,8 @@ WAYS: dict[str, Callable[[int], Strategy]] = {
     "dp_shard": lambda ranks: FSDP2TPStrategy(),
     "DDP": lambda ranks: DDPStrategy(),
 }
-Found = dict[tuple[str, int, int], list[float]]  # milliseconds of steps, by way, ranks and layers
+Case = tuple[str, int, int]  # way, ranks and layers
+Found = dict[Case, list[float]]  # milliseconds of steps
 
 
 def main() -> None:
@@ -47,19 +50,23 @@ def main() -> None:
     page.add(describe())
     nursery = Nursery()
     try:
-        found = measured(nursery, layers, ranks, at, 1 if arguments.smoke else arguments.rounds)
+        found, calls = measured(nursery, layers, ranks, at, 1 if arguments.smoke else arguments.rounds)
     finally:
         nursery.close()
     page.add(over_layers(found, layers))
+    page.add(calls_over_layers(calls, layers))
     page.add(over_ranks(found, at, ranks))
     page.finish(arguments)
 
 
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
-    column = "ms per layer"
-    found = [f"{way} {tables[0].number(way, column):.2f} ms" for way in ("tp", "dp_shard")]
-    return f"beside computing, a layer more costs a rank of two {' or '.join(found)} of processor time per step"
+    found = [f"{way} {tables[0].number(way, 'ms per layer'):.1f} ms" for way in ("tp", "dp_shard")]
+    off = max(tables[1].number(way, "off the line") for way in WAYS)
+    return (
+        f"beside computing, a layer more costs a rank of two {' or '.join(found)} of processor time per step; 4 to 128 "
+        f"layers call functions on a line, at most {off:.0f} off"
+    )
 
 
 def describe() -> list[str]:
@@ -74,17 +81,21 @@ def describe() -> list[str]:
     ]
 
 
-def measured(nursery: Nursery, layers: Sequence[int], ranks: Sequence[int], at: int, rounds: int) -> Found:
+def measured(
+    nursery: Nursery, layers: Sequence[int], ranks: Sequence[int], at: int, rounds: int
+) -> tuple[Found, dict[Case, int]]:
     """Run each way on two ranks with each number of layers, and with ``at`` layers on each number of ranks."""
     cases = [(1, [(ONE, count) for count in layers])]
     cases += [(size, [(way, n) for n in (layers if size == 2 else [at]) for way in WAYS]) for size in ranks]
     found: Found = {}
+    calls: dict[Case, int] = {}
     for _ in range(rounds):
         for size, chosen in cases:
             of_ranks = Pool(nursery, size).run(measure, chosen, size, trainer=True, timeout=600)
             for (way, count), runs in zip(chosen, zip(*of_ranks, strict=True), strict=True):
-                found.setdefault((way, size, count), []).extend(1e3 * step for step in max(runs, key=median))
-    return found
+                steps, calls[way, size, count] = max(runs, key=lambda run: median(run[0]))
+                found.setdefault((way, size, count), []).extend(1e3 * step for step in steps)
+    return found, calls
 
 
 def over_layers(found: Found, layers: Sequence[int]) -> Iterator[str]:
@@ -98,6 +109,19 @@ def over_layers(found: Found, layers: Sequence[int]) -> Iterator[str]:
         slope, start = linear_regression(layers, [median(steps) for steps in own])
         off = max(abs(start + slope * count - median(steps)) for count, steps in zip(layers, own, strict=True))
         yield f"| {way} | {' | '.join(map(cell, own))} | {slope:.2f} | {off:.1f} |"
+
+
+def calls_over_layers(calls: dict[Case, int], layers: Sequence[int]) -> Iterator[str]:
+    """One line per way: functions called in a step beside those of one process."""
+    yield from ("", "## Functions called in a step, two ranks", "")
+    yield f"| | {' | '.join(map(str, layers))} | calls per layer | off the line |"
+    yield f"|---|{'---|' * (len(layers) + 2)}"
+    yield f"| {ONE} | {' | '.join(str(calls[ONE, 1, count]) for count in layers)} | | |"
+    for way in WAYS:
+        own = [calls[way, 2, count] - calls[ONE, 1, count] for count in layers]
+        slope, start = linear_regression(layers, own)
+        off = max(abs(start + slope * count - value) for count, value in zip(layers, own, strict=True))
+        yield f"| {way} | {' | '.join(map(str, own))} | {slope:.0f} | {off:.0f} |"
 
 
 def over_ranks(found: Found, layers: int, ranks: Sequence[int]) -> Iterator[str]:
@@ -123,14 +147,30 @@ def cell(steps: Sequence[float]) -> str:
 # ---- on each rank ----------------------------------------------------------------------------------------------------
 
 
-def measure(cases: Sequence[tuple[str, int]], ranks: int) -> list[list[float]]:
-    """Seconds of this thread in each step, for each way and number of layers."""
+def measure(cases: Sequence[tuple[str, int]], ranks: int) -> list[tuple[list[float], int]]:
+    """Seconds of this thread in each step, and functions that a step calls, for each way and number of layers."""
     found = []
     for way, layers in cases:
-        times = in_a_loop(layers) if way == ONE else in_a_trainer(WAYS[way](ranks), layers)
-        found.append([after - before for before, after in pairwise(times)][WARM:])
+        times, calls = in_a_loop(layers) if way == ONE else in_a_trainer(WAYS[way](ranks), layers)
+        found.append(([after - before for before, after in pairwise(times)][WARM:], calls.count))
         gc.collect()  # of the model, at nobody's cost
     return found
+
+
+class Calls:
+    """Counts the calls of functions, Python's and built-in ones, between start and stop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> None:
+        sys.setprofile(self._called)
+
+    def stop(self) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: Any, event: str, argument: Any) -> None:
+        self.count += event in ("call", "c_call")
 
 
 def make_model(layers: int) -> Any:
@@ -151,24 +191,28 @@ def make_batch() -> Tensor:
     return torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def in_a_loop(layers: int) -> list[float]:
+def in_a_loop(layers: int) -> tuple[list[float], Calls]:
     model, times, ids = make_model(layers).train(), [], make_batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(WARM + STEPS):
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=1e-3), Calls()
+    for i in range(WARM + STEPS + 1):
         times.append(time.thread_time())
+        if i == WARM + STEPS:
+            calls.start()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [*times, time.thread_time()]
+    calls.stop()
+    return times, calls
 
 
 class Module(L.LightningModule):
-    """Notes the processor time of its thread when each step begins."""
+    """Notes the processor time of its thread when each step begins, and counts the calls of the last."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.layers, self.model = layers, None
         self.times: list[float] = []
+        self.calls = Calls()
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -176,9 +220,11 @@ class Module(L.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.times.append(time.thread_time())
+        if batch_idx == WARM + STEPS:
+            self.calls.start()
 
     def on_train_epoch_end(self) -> None:
-        self.times.append(time.thread_time())
+        self.calls.stop()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss  # type: ignore[misc]
@@ -187,11 +233,11 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def in_a_trainer(strategy: Strategy, layers: int) -> list[float]:
+def in_a_trainer(strategy: Strategy, layers: int) -> tuple[list[float], Calls]:
     module = Module(layers)
     trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, DataLoader([make_batch()] * (WARM + STEPS), batch_size=None))  # type: ignore[arg-type]
-    return module.times
+    trainer.fit(module, DataLoader([make_batch()] * (WARM + STEPS + 1), batch_size=None))  # type: ignore[arg-type]
+    return module.times, module.calls
 
 
 if __name__ == "__main__":
