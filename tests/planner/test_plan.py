@@ -233,7 +233,7 @@ def played_one_by_one(model: PreTrainedConfig, run: Run, rows: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("family", "world", "checkpointing", "rows"),
     [
-        ("llama", 2, (False,), (1, 2)),
+        pytest.param("llama", 2, (False,), (1, 2), marks=pytest.mark.long),
         pytest.param("llama", 4, (False, "selective", True), (1, 2, 4), marks=pytest.mark.long),
         pytest.param("qwen3_moe", 2, (False,), (1, 2), marks=pytest.mark.long),
     ],

@@ -21,6 +21,7 @@ from tests.parallel.levers.covering import Row, covering_rows, pairs_in, possibl
 from tests.parallel.levers.support import PAIR, token_ids
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 SCHEDULE = Schedule(steps=1, length=12)  # two micro-batches
 LAYERS = 4
@@ -95,7 +96,7 @@ def errors(rows: list[Row]) -> list[tuple[float, str]]:
     return found
 
 
-@pytest.mark.parametrize("layout", LEVERS["layout"])
+@pytest.mark.parametrize("layout", with_long(LEVERS["layout"], "dp_replicate"))
 def test_pairs_are_exact(layout: str, pool2: Pool) -> None:
     installed = find_spec("torchao") is not None
     rows = [row for row in ROWS if row["layout"] == layout and (installed or row["precision"] != "float8")]
