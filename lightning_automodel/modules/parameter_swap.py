@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import Context, keep_for_recomputation
 
 Compute = Callable[[Any], Tensor]
@@ -81,4 +81,6 @@ class ParameterSwap:
 
 def _swap_out(swapped: _Swapped) -> None:
     for owner, name, parameter in swapped:
+        # peft's adapters of a parameter take it out for a pass, and put back as a buffer what is no ``nn.Parameter``.
+        own_buffers(owner).pop(name, None)
         own_parameters(owner)[name] = parameter  # type: ignore[assignment]
