@@ -1,5 +1,7 @@
 """What benchmarks measure with: process memory, medians, seconds."""
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -100,3 +102,14 @@ def timed(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def print_result(measure: Callable[[], Mapping[str, Any]]) -> None:
+    """Print what ``measure`` returns, or its error, on rank 0 as the line that ``_attempts.by_command`` reads; end."""
+    try:
+        result = measure()
+    except Exception as error:  # what a peer cannot do is what the table shows
+        result = {"error": f"{type(error).__name__}: {error}"}
+    if int(os.environ["RANK"]) == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    os._exit(0)  # a peer that failed may leave threads that wait

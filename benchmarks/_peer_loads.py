@@ -3,10 +3,9 @@
 ``torchrun --nproc-per-node 2 -m benchmarks._peer_loads WAY TP MODEL`` measures one in any environment.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks._by_torch import shard_by_hand
-from benchmarks._measure import Memory
+from benchmarks._measure import Memory, print_result
 from benchmarks._model_on_disk import VALUE
 
 RANKS = 2
@@ -140,18 +139,16 @@ def measure(way: str, tp: int, folder: str) -> dict[str, float]:
     return {"seconds": memory.seconds, "own": memory.own, "resident": memory.resident, "share": share}
 
 
+def worst_of_ranks(way: str, tp: int, folder: str) -> dict[str, Any]:
+    """Measure on all ranks; each figure is the largest."""
+    ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(ranks, measure(way, tp, folder))
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
 def main(way: str, tp: str, folder: str) -> None:
     """Entry point of torchrun."""
-    try:
-        result: dict[str, Any] = measure(way, int(tp), folder)
-        ranks: list[Any] = [None] * RANKS
-        dist.all_gather_object(ranks, result)
-        result = {key: max(rank[key] for rank in ranks) for key in result}
-    except Exception as error:  # what a peer cannot do is what the table shows
-        result = {"error": f"{type(error).__name__}: {error}"}
-    if int(os.environ["RANK"]) == 0:
-        print("RESULT " + json.dumps(result), flush=True)
-    os._exit(0)  # a peer that failed may leave threads that wait
+    print_result(partial(worst_of_ranks, way, int(tp), folder))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM
 
 from benchmarks._by_torch import clip, optimizer_of, shard_by_hand
-from benchmarks._measure import status
+from benchmarks._measure import print_result, status
 
 RANKS, ROWS, LENGTH, STEPS, WARM = 2, 2, 256, 8, 2
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -197,9 +196,7 @@ def _by_transformers(model: Any, folder: str, case: str, times: list[float]) -> 
 
     def save(path: Path) -> None:
         arguments.output_dir = str(path)
-        trainer._save_checkpoint(
-            model, None
-        )  # what `save_strategy="steps"` calls: the public save_model has no moments
+        trainer._save_checkpoint(model, None)  # as `save_strategy="steps"`: the public save_model has no moments
 
     return save
 
@@ -324,13 +321,7 @@ def _everybodys(value: str) -> list[str]:
 
 def main(way: str, case: str, folder: str) -> None:
     """Entry point of torchrun."""
-    try:
-        result = measure(way, case, folder)
-    except Exception as error:  # what a peer cannot do is what the table shows
-        result = {"error": f"{type(error).__name__}: {error}"}
-    if int(os.environ["RANK"]) == 0:
-        print("RESULT " + json.dumps(result), flush=True)
-    os._exit(0)  # a peer that failed may leave threads that wait
+    print_result(partial(measure, way, case, folder))
 
 
 if __name__ == "__main__":
