@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from lightning_automodel.distributed import logs
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -12,6 +13,23 @@ from lightning_automodel.testing.pool import Nursery, Pool
 def unsaid() -> None:
     """Messages that appear once per process appear once per test."""
     logs._seen.clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_groups_of_other_files() -> None:
+    """End the process groups that a trainer of another file keeps, before a file's own fixtures plan or begin a run."""
+    _end_groups()
+
+
+@pytest.fixture(autouse=True)
+def without_groups() -> None:
+    """End what a trainer of another test keeps for the next trainer of this process."""
+    _end_groups()
+
+
+def _end_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ from tests.support.training import Recorder, batches, make_trainer
 
 
 def held() -> tuple[int, int]:
-    """Threads and open files of this process."""
+    """Threads and open files of this process, the fewest of some moments: a thread may just be ending."""
     gc.collect()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    threads, files = [], []
+    for _ in range(10):
+        threads.append(len(os.listdir("/proc/self/task")))
+        files.append(len(os.listdir("/proc/self/fd")))
+        time.sleep(0.02)
+    return min(threads), min(files)
 
 
 def resident() -> int:
@@ -43,7 +49,9 @@ def train_often(count: int, directory: Path) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("count", [10, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
 def test_threads_and_files_stay_those_of_two_trainers(count: int, pool2: Pool, tmp_path: Path) -> None:
     for found in pool2.run(train_often, count, tmp_path, trainer=True, timeout=6.0 * count):
-        assert [after[:2] for after in found[2:]] == [found[1][:2]] * (count - 2)
+        threads, files = zip(*[after[:2] for after in found], strict=True)
+        assert max(threads[2:]) <= threads[1]
+        assert max(files[2:]) <= files[1]
         assert found[-1][2] - found[1][2] < 32
 
 

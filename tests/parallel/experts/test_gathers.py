@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.mesh import EFSDP, EP, resolve_sizes
@@ -12,13 +11,6 @@ from lightning_automodel.planner.play import Run, play, stage
 from tests.support.families import tiny_config
 
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True)
-def without_groups() -> None:
-    """End what a trainer of another test keeps for the next trainer of this process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
