@@ -38,7 +38,10 @@ def initialize_missing(
     initialize()
     set_what_is_left(model, {*whole.values(), *buffers})
     gathered = {shard: value for shard, stand_in in loaded.items() if (value := _gathered(stand_in)) is not None}
-    sliced = {shard: _slice_like(value, shard, home) for shard, value in {**whole, **gathered}.items()}
+    sliced = {}
+    for shard, value in {**whole, **gathered}.items():
+        sliced[shard] = _slice_like(value, shard, home)
+        value.data = value.data.new_empty(0)  # the model never lies there whole and sliced
     _put(model, {plain: sliced.get(shard, shard) for shard, plain in [*whole.items(), *loaded.items()]})
 
 

@@ -63,7 +63,7 @@ class LogitShard:
         local, columns = self.last(), ids - self.start
         held = (columns >= 0) & (columns < local.shape[-1])
         if local.shape[-1]:
-            values = torch.where(held, local.gather(-1, torch.where(held, columns, 0)), 0)
+            values = local.gather(-1, columns.masked_fill(~held, 0)).masked_fill(~held, 0)
         else:
             values = local.new_zeros(ids.shape) + local.sum(-1, keepdim=True)
         return reduce_out(values, self.mesh.get_group())
@@ -77,5 +77,5 @@ class LogitShard:
         if values.shape[-1]:
             largest = values.detach().amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        largest = torch.where(largest.isinf(), 0, largest)
+        largest = largest.masked_fill(largest.isinf(), 0)
         return largest, reduce_out((values - largest).exp().sum(-1, keepdim=True), group).log()

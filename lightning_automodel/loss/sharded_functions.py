@@ -148,8 +148,8 @@ def _nll_loss(
         return NotImplemented
     check_targets(target, logits.size, ignore_index)
     counts = target != ignore_index
-    picked = logits.pick(torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
-    return _reduced(torch.where(counts, -picked, 0), counts, reduction)
+    picked = logits.pick(target.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
+    return _reduced((-picked).masked_fill(~counts, 0), counts, reduction)
 
 
 def _is_plain(logits: LogitShard, *rare: Any) -> bool:

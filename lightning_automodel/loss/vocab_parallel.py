@@ -65,7 +65,7 @@ class VocabShard:
         """
         local = targets - self.start
         held = (local >= 0) & (local < width)
-        return torch.where(held, local, 0), held
+        return local.masked_fill(~held, 0), held
 
     def pick(self, logits: Tensor, targets: Tensor, offset: Tensor) -> Tensor:
         """Reads ``logits[i, targets[i]] - offset[i]``, [tokens], widened; 0 where another rank holds the target."""

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lightning_automodel.distributed.shards import gather_on_rank_zero
-from lightning_automodel.loading import materialize, sharded_loading
+from lightning_automodel.loading import initialize, materialize, sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
@@ -199,6 +199,30 @@ def test_a_meta_model_gets_the_initial_weights_of_its_author(pool2: Pool) -> Non
     assert torch.equal(results[0]["model.norm.weight"], torch.ones(SIZES["hidden_size"]))
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     assert torch.equal(results[0]["model.rotary_emb.inv_freq"], plain.model.rotary_emb.inv_freq)
+
+
+def largest_sum_of_whole_and_sliced() -> tuple[int, int]:
+    """Runs on each rank: the most bytes that lie there while drawn weights are sliced, and those of the whole model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    parallelize(model, build_mesh(resolve_sizes(1), "cpu"))
+    drawn: list[nn.Parameter] = []
+    sliced, held = [0], []
+
+    def slice_and_note(value: nn.Parameter, *rest: Any) -> nn.Parameter:
+        drawn.extend(() if drawn else model.parameters())  # plain and whole until all are sliced
+        sliced[0] += value.nbytes
+        held.append(sliced[0] + sum(p.untyped_storage().nbytes() for p in drawn))
+        return original(value, *rest)
+
+    original, initialize._slice_like = initialize._slice_like, slice_and_note
+    materialize(model, CPU)
+    return max(held), sliced[0]
+
+
+def test_drawn_weights_lie_there_once(nursery: Nursery) -> None:
+    ((held, whole),) = Pool(nursery, 1).run(largest_sum_of_whole_and_sliced)
+    assert held < 1.5 * whole
 
 
 def contradicting_tie(directory: Path) -> None:
