@@ -1,12 +1,12 @@
-"""The ladder on one CUDA device: what each lever adds, in tokens/s, TFLOP/s, MFU and memory. Writes docs/gpu.md.
+"""The ladder on one CUDA device: what each lever adds, in tokens/s, TFLOP/s, MFU and memory. Writes docs/gpu_ladder.md.
 
 Models have their published sizes and random weights, which are drawn on the device; parameters are in bfloat16, the
 optimizer is AdamW. A row is a process of its own, and has all levers of the rows above it. Milliseconds are those of
 the median step, with quartiles; tokens per second follow from the median. MFU is what the model needs for its tokens
 (forward and backward pass, each product as torch counts it, without recomputation) over the device's dense bfloat16
-peak; with float8 too, so that rows compare. Memory is the peak of what was allocated, beside what the planner says of
-the same row with eager blocks, which need more than compiled ones (`python -m benchmarks.gpu.plan`). A row of which the
-planner says that it does not fit the device is not started.
+peak; with float8 too, so that rows compare. Memory is the peak of what is allocated in a measured step, beside what the
+planner says of the same row with eager blocks, which need more than compiled ones (`python -m benchmarks.gpu.plan`). A
+row of which the planner says that it does not fit the device is not started.
 """
 
 import sys
@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from benchmarks._page import Page
+from benchmarks.gpu.kept import Found, Kept, name_of_device
 from benchmarks.gpu.plan import Planned, read
 from benchmarks.gpu.rows import ROWS, Row, smallest
-from benchmarks.gpu.runner import Found, Runner
+from benchmarks.gpu.runner import Runner
 from lightning_automodel.planner.hardware import TERA, Hardware, hardware_of
 
 GIB, MINUTES = 2**30, 8.0
@@ -28,19 +29,20 @@ COLUMNS = ("", "tokens/s", "ms per step", "TFLOP/s", "MFU", "peak GiB", "planned
 
 def main() -> None:
     """Entry point of ``python -m benchmarks.gpu``."""
-    page = Page("gpu.md", "gpu")
+    page = Page("gpu_ladder.md", "gpu")
     arguments = parse(page)
     if not arguments.smoke and not torch.cuda.is_available():
         sys.exit("this ladder needs a CUDA device; --smoke runs its smallest form on the CPU")
     if arguments.out is not None:
         page.move(arguments.out)
     saves = arguments.out is not None or (arguments.write and not arguments.smoke)
-    rows = [row for row in ROWS if arguments.only in f"{row.table}, {row.name}"]
-    rows = smallest(rows) if arguments.smoke else rows
-    page.add(describe())
-    runner = Runner(rows, arguments.smoke, 60 * arguments.minutes, arguments.out)
+    rows = smallest(ROWS) if arguments.smoke and not arguments.only else ROWS
+    kept = Kept(arguments.out, arguments.smoke)
+    left = [row for row in rows if (arguments.only in row.key if arguments.only else row.key not in kept.found)]
+    page.add(describe(arguments.smoke))
+    runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out)
     try:
-        for lines in tables(rows, runner):
+        for lines in tables([row for row in rows if row in left or row.key in kept.found], left, runner, kept):
             page.add(lines)
             if saves:
                 page.save()  # what was measured stays, whatever ends the next row
@@ -53,32 +55,42 @@ def main() -> None:
 def parse(page: Page) -> Namespace:
     """Read the command line."""
     parser = page.parser(__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write page, figures and errors there, row by row")
-    parser.add_argument("--only", default="", help="rows whose table or name contain this")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write there, row by row, and go on with what it holds")
+    parser.add_argument("--only", default="", help="rows whose table or name contain this, again if they were measured")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after these; {MINUTES:g}")
     return parser.parse_args()
 
 
-def describe() -> Iterator[str]:
+def describe(smoke: bool) -> Iterator[str]:
     """Head of the page."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, smallest form"
-    yield from ("# On one GPU", "", (__doc__ or "").partition("\n\n")[2].strip(), "")
-    yield f"{device}, torch {torch.__version__}. Written by `python -m benchmarks.gpu --write`."
+    form = ", smallest form" if smoke else ""
+    yield from ("# The ladder on one GPU", "", (__doc__ or "").partition("\n\n")[2].strip(), "")
+    yield f"{name_of_device()}{form}, torch {torch.__version__}. Written by `python -m benchmarks.gpu --write`."
 
 
-def tables(rows: list[Row], runner: Runner) -> Iterator[list[str]]:
-    """The lines of each row, with the head of a table before its first one."""
-    device = hardware_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+def tables(rows: list[Row], left: list[Row], runner: Runner, kept: Kept) -> Iterator[list[str]]:
+    """The lines of each row, with the head of a table before its first one; those in ``left`` are measured now."""
+    device = hardware_of(name_of_device())
+    # Of its properties: asking for the memory that is free would take some of it, for a context of this process.
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     title = ""
     for row in rows:
         head = [] if row.table == title else ["", f"## {row.table}", "", cells(*COLUMNS), "|---" * len(COLUMNS) + "|"]
         title = row.table
         plan = None if runner.smoke else read().get(row.key)
-        if error := does_not_fit(plan, memory):
-            runner.skip()
-        found: Found = {"error": error} if error else runner.run(row)
-        yield [*head, line(row, found, plan, device)]
+        if row in left:
+            measure(row, does_not_fit(plan, memory), runner, kept)
+        yield [*head, line(row, kept.found[row.key], plan, device)]
+
+
+def measure(row: Row, error: str, runner: Runner, kept: Kept) -> None:
+    """Let the row be measured, unless an error is known before; another call tries again what was not begun."""
+    if error:
+        runner.skip()
+    elif runner.is_over:
+        runner.skip()
+        error = f"not measured: {runner.minutes:g} minutes were over"
+    kept.add(row.key, {"error": error} if error else runner.run(row), begun=not error)
 
 
 def does_not_fit(plan: Planned | None, memory: int | None) -> str:

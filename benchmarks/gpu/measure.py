@@ -36,6 +36,8 @@ class Clock:
         """Note that a step begins, when the device has done what it was asked for; tell whether that was enough."""
         if DEVICE == "cuda":
             torch.cuda.synchronize()
+            if len(self.times) == WARM:  # what compiling and first steps need is not what training needs
+                torch.cuda.reset_peak_memory_stats()
         self.times.append(time.perf_counter())
         measured = len(self.times) - 1 - WARM
         return measured >= STEPS or (measured >= LEAST and self.times[-1] - self.times[WARM] > SECONDS)
@@ -117,8 +119,6 @@ def by_hand(row: Row, smoke: bool, clock: Clock) -> None:
     with torch.device(DEVICE):
         model: Any = build(row, smoke).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if row.adapters is not None:
-        model.enable_input_require_grads()
     optimizer, batch = make_optimizer(model), batch_of(row, smoke)
     while not clock.tick():
         ids = batch.to(DEVICE)

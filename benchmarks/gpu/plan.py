@@ -1,7 +1,8 @@
 """What the planner says of each row of the ladder, without a GPU: `python -m benchmarks.gpu.plan`.
 
-With `--write` it is kept in benchmarks/results/gpu_plan.json, for the pages that are written on a GPU. Blocks are
-planned eager and in bfloat16, since the planner runs no compiler: an upper bound for compiled ones.
+With `--write` it is kept in benchmarks/results/gpu_plan.json, for the pages that are written on a GPU; rows that
+`--only` leaves out stay as they are there. Blocks are planned eager and in bfloat16, since the planner runs no
+compiler: an upper bound for compiled ones.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning_automodel").setLevel("ERROR")
-    found: dict[str, Any] = {}
+    found = {row.key: asdict(read()[row.key]) for row in ROWS if arguments.only and row.key in read()}
     for row in ROWS:
         if arguments.only in row.key:
             known = plan_row(row)

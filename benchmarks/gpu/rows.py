@@ -171,6 +171,12 @@ ROWS: list[Row] = [  # the most valuable first: time may be over before the last
         fields={**FULL, **COMPILED},
         target=9600,
     ),
+    Row(  # where there is no memory for selective checkpointing
+        model="Llama-3.1-8B",
+        name="compiled, chunked loss, float8, checkpointed",
+        length=8192,
+        fields={**FULL, **COMPILED, "float8": "tensorwise"},
+    ),
     *(
         Row(
             model="Qwen3-30B-A3B",

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.kept import Found
 from benchmarks.gpu.measure import build
 from benchmarks.gpu.rows import Row
 from lightning_automodel.planner.flops import count_model
 
 TIMEOUT = 180.0  # seconds per row
 COMMAND = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.measure"]
-Found = dict[str, Any]
 
 
 class Worker:
@@ -83,15 +83,13 @@ class Runner:
 
     def __init__(self, rows: Sequence[Row], smoke: bool, seconds: float, folder: Path | None) -> None:
         self.smoke, self._folder = smoke, folder
-        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self.minutes, self._end = seconds / 60, time.monotonic() + seconds
         self._left = len(rows)
         self._next: Worker | None = Worker() if rows else None
 
     def run(self, row: Row) -> Found:
         """Measure the next row; an error, which stands under this name, is a result too."""
         self.skip()
-        if time.monotonic() > self._end:
-            return {"error": f"not measured: {self._seconds / 60:g} minutes were over"}
         worker, self._next = self._next, Worker() if self._left else None
         assert worker is not None
         try:
@@ -103,6 +101,11 @@ class Runner:
         if "error" in found:
             self._note(f"==== {row.table}, {row.name}\n{errors}\n")
         return {"length": row.tokens(self.smoke), "flops": flops} | found
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether no further row is to begin."""
+        return time.monotonic() > self._end
 
     def skip(self) -> None:
         """Leave a row out."""

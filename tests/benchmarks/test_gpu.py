@@ -2,12 +2,16 @@
 
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.gpu import __main__ as ladder
 from benchmarks.gpu import runner
+from benchmarks.gpu.kept import Kept
 from benchmarks.gpu.measure import Clock
 from benchmarks.gpu.plan import Planned, read
 from benchmarks.gpu.rows import ROWS, Row, smallest
@@ -56,7 +60,9 @@ def test_a_row_costs_itself_only(played: None, tmp_path: Path) -> None:
 def test_time_that_is_over(played: None) -> None:
     chosen = rows("runs", "again")
     measuring = runner.Runner(chosen, smoke=True, seconds=-6, folder=None)
-    assert measuring.run(chosen[0]) == {"error": "not measured: -0.1 minutes were over"}
+    kept = Kept(None)
+    ladder.measure(chosen[0], "", measuring, kept)
+    assert kept.found == {chosen[0].key: {"error": "not measured: -0.1 minutes were over"}}
     measuring.close()
 
 
@@ -73,9 +79,22 @@ def test_rows_are_written_as_they_come(played: None, tmp_path: Path, monkeypatch
     )
     with pytest.raises(KeyboardInterrupt):
         ladder.main()
-    page, figures = (tmp_path / "out" / name for name in ("gpu.md", "gpu.json"))
+    page, figures = (tmp_path / "out" / name for name in ("gpu_ladder.md", "gpu.json"))
     assert "| runs | 64 | 500.0 (400.0-600.0) | 2.0 |  | 3.0 |  |  |" in page.read_text()
     assert [row[0] for row in json.loads(figures.read_text())["tables"][0]["rows"]] == ["runs", "refuses"]
+    begun: list[str] = []
+    monkeypatch.setattr(ladder.Runner, "run", lambda self, row: begun.append(row.name) or run(self, row))
+    ladder.main()  # goes on where it was interrupted
+    assert begun == ["again"]
+    assert [row[0] for row in json.loads(figures.read_text())["tables"][0]["rows"]] == ["runs", "refuses", "again"]
+
+
+def test_figures_of_two_machines_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Kept(tmp_path).add("row", MEASURED)
+    assert Kept(tmp_path).found == {"row": MEASURED}
+    monkeypatch.setattr("benchmarks.gpu.kept.name_of_device", lambda: "NVIDIA H200")
+    with pytest.raises(SystemExit, match=r"was measured on .*'CPU'.* give another --out"):
+        Kept(tmp_path)
 
 
 def test_what_does_not_fit_is_said() -> None:
@@ -103,3 +122,36 @@ def test_enough_steps_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         while not clock.tick():
             pass
         assert len(clock.steps()) == steps
+
+
+# ---- a machine without a network -------------------------------------------------------------------------------------
+
+TARGET = {
+    "python_version": "3.12",
+    "python_full_version": "3.12.3",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+}
+
+
+def needed_by(*texts: str) -> set[str]:
+    """All packages that these requirements ask for, themselves included."""
+    found, left = set[str](), [Requirement(text) for text in texts]
+    while left:
+        asked = left.pop()
+        name = canonicalize_name(asked.name)
+        if name in found and not asked.extras:
+            continue
+        found.add(name)
+        below = [Requirement(text) for text in metadata.requires(name) or []]
+        extras = asked.extras or {""}
+        left += [r for r in below if r.marker is None or any(r.marker.evaluate({**TARGET, "extra": e}) for e in extras)]
+    return found
+
+
+def test_wheels_are_all_that_is_needed_beside_torch() -> None:
+    lines = (Path(ladder.__file__).parent / "wheels.txt").read_text().splitlines()
+    listed = {Requirement(line).name for line in lines if not line.startswith("#")}
+    own = [text for text in metadata.requires("lightning_automodel") or [] if "extra ==" not in text]
+    optional = ("peft", "torchao", "megatron-fsdp", "einops", "pytest", "pytest-timeout")
+    assert listed - {"liger-kernel"} == needed_by(*own, *optional) - needed_by("torch", "fsspec[http]")
