@@ -154,4 +154,6 @@ def test_wheels_are_all_that_is_needed_beside_torch() -> None:
     listed = {Requirement(line).name for line in lines if not line.startswith("#")}
     own = [text for text in metadata.requires("lightning_automodel") or [] if "extra ==" not in text]
     optional = ("peft", "torchao", "megatron-fsdp", "einops", "pytest", "pytest-timeout")
-    assert listed - {"liger-kernel"} == needed_by(*own, *optional) - needed_by("torch", "fsspec[http]")
+    needed = needed_by(*own, *optional)
+    assert needed - needed_by("torch", "fsspec[http]") <= listed  # a file system that no test opens
+    assert listed - {"liger-kernel"} <= needed
