@@ -14,6 +14,9 @@ Shoeybi et al. 2019, section 3). "Whole" means equal on all ranks of the group; 
     scatter_out    reduce-scatter on ``dim``   all-gather
     exchange_rows  all-to-all of rows          all-to-all back
     =============  ==========================  ===========================
+
+Where a backward pass is itself differentiated (``create_graph=True``), it takes the same functions: the backward pass
+of each is the forward pass of another one.
 """
 
 from typing import Any
@@ -26,6 +29,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat.groups import all_gather, reduce_scatter
 from lightning_automodel._compat.tensors import written_output
+from lightning_automodel.distributed.second_order import is_differentiated
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -124,17 +128,18 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+        return (reduce_out if is_differentiated() else _all_reduce)(grad, ctx.group), None
 
 
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
         return written_output(_all_reduce(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return copy_in(grad, ctx.group) if is_differentiated() else grad, None
 
 
 class _Gather(torch.autograd.Function):
@@ -145,7 +150,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _slice(grad, ctx.dim, ctx.group), None, None, None
+        return (split if is_differentiated() else _slice)(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -156,7 +161,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.size, ctx.group), None, None
+        join = gather if is_differentiated() else _all_gather
+        return join(grad, ctx.dim, ctx.size, ctx.group), None, None
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -167,7 +173,8 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        move = exchange_rows if is_differentiated() else _all_to_all_rows
+        return move(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
@@ -190,7 +197,7 @@ class _ScaleGradient(torch.autograd.Function):
 class _GatherIn(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
+        return (scatter_out if is_differentiated() else _reduce_scatter)(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ScatterOut(_Split):
@@ -198,3 +205,8 @@ class _ScatterOut(_Split):
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
         return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        join = gather_in if is_differentiated() else _all_gather
+        return join(grad, ctx.dim, ctx.size, ctx.group), None, None

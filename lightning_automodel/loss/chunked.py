@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.tensors import written_output
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
+from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets
 from lightning_automodel.loss.vocab_parallel import (
     SmoothedLoss,
@@ -192,6 +193,7 @@ class _ChunkedLossSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a loss in chunks", "use torch's cross_entropy (chunked_loss=None)")
         # In place, because a second array of the weight's size is what this saves. A second backward pass through the
         # same graph fails: autograd sees that what was saved has changed.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)

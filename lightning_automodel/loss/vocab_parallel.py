@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_automodel._compat.tensors import assert_async
-from lightning_automodel.distributed.collectives import shard_bounds
+from lightning_automodel.distributed.collectives import copy_in, reduce_out, shard_bounds
+from lightning_automodel.distributed.second_order import is_differentiated, refuse_second_order
 from lightning_automodel.loss.rounds import rounds
 
 _BLOCK = 1 << 22
@@ -118,6 +119,17 @@ class SmoothedLoss:
         if self.smoothing:
             exponentials -= (weights * self.smoothing / self.shard.size)[:, None]
         self.shard.subtract(exponentials, targets, (1 - self.smoothing) * weights)
+
+    def gradient(self, logits: Tensor, targets: Tensor, maximum: Tensor, weights: Tensor) -> Tensor:
+        """Compute the gradient of ``sum(weights * losses)`` [rows, vocab / tp] so that it has a gradient itself."""
+        values = (logits - maximum[:, None]).exp()
+        sums = values.sum(-1)
+        if self.shard.group is not None:
+            sums = copy_in(reduce_out(sums, self.shard.group), self.shard.group)
+            weights = copy_in(weights, self.shard.group)
+        values = values * (weights / sums)[:, None] - (weights * self.smoothing / self.shard.size)[:, None]
+        self.shard.subtract(values, targets, (1 - self.smoothing) * weights)
+        return values.to(logits.dtype)
 
 
 class Ungathered(Tensor):
@@ -242,6 +254,8 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, maximum, sums = ctx.saved_tensors
         grad = grad.masked_fill(ignored(targets, ctx.ignore_index), 0)
+        if is_differentiated():
+            return ctx.loss.gradient(logits, targets, maximum, grad), None, None, None, None
         result = torch.empty_like(logits)
         for rows in _blocks(logits):
             values = (logits[rows] - maximum[rows, None]).exp_()
@@ -270,6 +284,7 @@ class _TokenEntropies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_second_order("entropy over a vocabulary", "compute it from logits.full_tensor()")
         logits, maximum, log_sum, entropies = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in _blocks(logits):

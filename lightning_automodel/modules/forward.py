@@ -6,7 +6,7 @@
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any, Self
@@ -53,15 +53,23 @@ def keep_for_recomputation(block: nn.Module, snapshot: Snapshot) -> None:
 def recomputation_context(block: nn.Module) -> Context:
     """Makes, during the forward pass, the context that restores what ``block`` runs in now."""
     contexts = [snapshot(block) for snapshot in block.__dict__.get(_SNAPSHOTS, ())]
+    return lambda: Nested(contexts)
 
-    @contextmanager
-    def restored() -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            yield
 
-    return restored
+class Nested(AbstractContextManager):
+    """Nests several contexts to one that can be entered again, as each backward pass through a kept graph does."""
+
+    def __init__(self, makers: Sequence[Context]) -> None:
+        self._makers = makers
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        for make in self._makers:
+            self._stack.enter_context(make())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
 
 def attributes_again(holder: object, *names: str) -> Snapshot:

@@ -4,7 +4,7 @@ What is computed again sees the parameters, the sequence length, the random numb
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import (
     Around,
     Context,
+    Nested,
     keep_for_recomputation,
     recomputation_context,
     wrap_forward,
@@ -227,30 +228,14 @@ def is_checkpointed(block: nn.Module) -> bool:
     return _CHOSEN in block.__dict__ or (has_switch(block) and bool(block.gradient_checkpointing))
 
 
-class _Nested(AbstractContextManager):
-    """Nests several contexts to one that can be entered again, as each backward pass through a kept graph does."""
-
-    def __init__(self, makers: Sequence[Context]) -> None:
-        self._makers = makers
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        for make in self._makers:
-            self._stack.enter_context(make())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
-
-
-def _nested(contexts: Sequence[Contexts], as_now: Context) -> tuple[_Nested, _Nested]:
+def _nested(contexts: Sequence[Contexts], as_now: Context) -> tuple[Nested, Nested]:
     """Nests contexts for the forward pass and the recomputation, whose setup must stay unseen by what watches
     operations.
     """
     pairs = [make() for make in contexts]
     forward: list[Context] = [lambda pair=pair: pair[0] for pair in pairs]  # type: ignore[misc]
     again: list[Context] = [lambda pair=pair: pair[1] for pair in pairs]  # type: ignore[misc]
-    return _Nested(forward), _Nested([as_now, *again])
+    return Nested(forward), Nested([as_now, *again])
 
 
 def _may_route(module: nn.Module) -> bool:
