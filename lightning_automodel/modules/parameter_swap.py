@@ -5,21 +5,26 @@
     pre-hook   p._parameters["weight"] = compute(weight)      a slice, a narrow copy
                the module's own forward sees compute(weight); names and stored parameters stay
     hook       p._parameters["weight"] = weight               also if the forward pass raised
+
+The tables of parameters are looked up once, not in every pass: this runs in every block.
 """
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_automodel._compat.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import Context, keep_for_recomputation
+from lightning_automodel.modules.wrappers import find_adapted_parameters
 
 Compute = Callable[[Any], Tensor]
 """A stored parameter to the tensor that the forward pass sees, with autograd."""
 
-_Swapped = list[tuple[nn.Module, str, Tensor]]
+_Table = dict[str, Any]
+_Swapped = list[tuple[_Table, str, Tensor]]
 
 
 class ParameterSwap:
@@ -34,18 +39,24 @@ class ParameterSwap:
 
     def __init__(self, stored: type[Tensor] = nn.Parameter) -> None:
         self._stored = stored
-        self._entries: list[tuple[nn.Module, str, Compute]] = []
+        self._entries: list[tuple[_Table, str, Compute]] = []
+        self._owners: set[nn.Module] = set()
         self._running: list[_Swapped] = []
 
     def add(self, owner: nn.Module, name: str, compute: Compute) -> None:
         """Exchange the parameter ``name`` of ``owner`` for what ``compute`` gives for it."""
-        self._entries.append((owner, name, compute))
+        self._entries.append((own_parameters(owner), name, compute))
+        self._owners.add(owner)
 
     def install(self, module: nn.Module) -> None:
         """Exchange in every forward pass of ``module``, and in every recomputation of it."""
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave, always_call=True)
         keep_for_recomputation(module, self._again)
+        for wrapper, layer, name in find_adapted_parameters(module):
+            if layer in self._owners:
+                put_back = partial(_put_back, own_parameters(layer), own_buffers(layer), name)
+                wrapper.register_forward_hook(put_back, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._running.append(self._swap_in())
@@ -68,19 +79,23 @@ class ParameterSwap:
     def _swap_in(self) -> _Swapped:
         computed: dict[Tensor, Tensor] = {}
         swapped: _Swapped = []
-        for owner, name, compute in self._entries:
-            parameter = own_parameters(owner)[name]
+        for table, name, compute in self._entries:
+            parameter = table[name]
             if not isinstance(parameter, self._stored):
                 continue
             if parameter not in computed:
                 computed[parameter] = compute(parameter)
-            own_parameters(owner)[name] = computed[parameter]  # type: ignore[assignment]
-            swapped.append((owner, name, parameter))
+            table[name] = computed[parameter]
+            swapped.append((table, name, parameter))
         return swapped
 
 
 def _swap_out(swapped: _Swapped) -> None:
-    for owner, name, parameter in swapped:
-        # peft's adapters of a parameter take it out for a pass, and put back as a buffer what is no ``nn.Parameter``.
-        own_buffers(owner).pop(name, None)
-        own_parameters(owner)[name] = parameter  # type: ignore[assignment]
+    for table, name, parameter in swapped:
+        table[name] = parameter
+
+
+def _put_back(parameters: _Table, buffers: _Table, name: str, *_: Any) -> None:
+    """Put a swapped parameter back where it was: a wrapper that adapts it leaves what is no parameter as a buffer."""
+    if name in buffers:
+        parameters[name] = buffers.pop(name)

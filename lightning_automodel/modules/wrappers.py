@@ -37,6 +37,13 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
+def find_adapted_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, str]]:
+    """Find the wrappers that adapt one parameter of a layer (peft's ``target_parameters``), the layers, its names."""
+    for wrapper in module.modules():
+        if is_wrapper(wrapper) and hasattr(wrapper, "parameter_name"):
+            yield wrapper, unwrapped(wrapper), wrapper.parameter_name  # type: ignore[misc]
+
+
 def name_without_wrappers(name: str) -> str:
     """Return the name that a parameter or module of a wrapped layer has in the model without wrappers."""
     return _WRAPPERS.sub("", name)

@@ -83,3 +83,33 @@ def test_a_copy_exchanges_its_own() -> None:
         other.first.weight.zero_()
     assert other(torch.ones(1, 3)).count_nonzero() == 0
     assert model(torch.ones(1, 3)).count_nonzero() == 3
+
+
+class Adapted(nn.Module):
+    """Adapts the weight of a layer as peft does: takes it out for a pass, and leaves it as a buffer."""
+
+    parameter_name = "weight"
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        weight = self.base_layer._parameters.pop("weight")
+        self.base_layer.register_buffer("weight", weight)  # an error if there is one still
+        if fail:
+            raise RuntimeError
+        return self.base_layer(x)
+
+
+def test_what_an_adapter_leaves_as_a_buffer_goes_back() -> None:
+    adapted, swap = Adapted(nn.Linear(3, 3)), ParameterSwap()
+    block = nn.Sequential(adapted)
+    swap.add(adapted.base_layer, "weight", Doubled())
+    swap.install(block)
+    with pytest.raises(RuntimeError):
+        adapted(torch.ones(3), fail=True)
+    for _ in range(2):
+        block(torch.ones(3))
+        assert not dict(adapted.base_layer.named_buffers())
+        assert isinstance(adapted.base_layer.weight, nn.Parameter)
