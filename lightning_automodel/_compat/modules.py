@@ -49,11 +49,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def lay_hooks_in_order(module: nn.Module) -> None:
-    """Stores the hooks around the forward pass of ``module`` in the order in which they run.
-
-    A hook that was prepended runs first, but its table, an ``OrderedDict``, stays the plain dict in which it is the
-    last. By that one the compiler of torch 2.11 looks a hook up, and takes another one for it; 2.13 does not.
-    """
+    """Stores the hooks around the forward pass of ``module`` in the order in which they run, prepended ones first."""
     tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
     for hooks in tables:
         in_order = list(hooks.items())

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.compilation import allow_records_in_checkpoints, overlap_in_compiled_graphs
+from lightning_automodel._compat.compilation import (
+    allow_records_in_checkpoints,
+    finds_prepended_hooks,
+    overlap_in_compiled_graphs,
+)
 from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import (
     attention_of,
@@ -60,7 +64,7 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
     allow_records_in_checkpoints()
     compiled = _CompiledForward(backend, dynamic)
     for block in blocks:
-        for module in block.modules():
+        for module in () if finds_prepended_hooks() else block.modules():
             lay_hooks_in_order(module)
         for part in _parts_in_graphs(block):
             wrap_forward(part, compiled if part is block else _Part(compiled, block))

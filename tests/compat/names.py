@@ -40,6 +40,7 @@ ATTRIBUTES = {
     "torch.optim:AdamW": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_step_supports_amp_scaling"),
     "torch._inductor.config:": ("_micro_pipeline_tp",),
     "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
+    "torch._dynamo.utils:": ("dict_keys_getitem",),
     "torch.autograd:Variable": ("_execution_engine",),
     "torch.distributed:ProcessGroup": ("_device_types", "_get_backend"),
     "torch.distributed:ProcessGroupGloo._Options": ("_timeout",),
