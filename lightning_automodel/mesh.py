@@ -15,13 +15,14 @@ Expert parallelism is a view of ``dp_shard_cp``, and no axis of its own: ``efsdp
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel._compat.groups import axis_of, flatten_axes, set_timeout, unflatten_axis
+from lightning_automodel._compat.groups import flatten_axes, set_timeout, unflatten_axis
 from lightning_automodel.distributed.kept_groups import keep
 
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"
@@ -110,16 +111,27 @@ def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
         sizes: from :func:`resolve_sizes`.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: of collectives over each axis; ``None``: torch's default.
+
+    Raises:
+        RuntimeError: for ``ep``, if this torch has no axes of a part of the mesh.
     """
     mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
     for name, axes in FLATTENED.items():
         flatten_axes(mesh[axes], name)
     if sizes.ep > 1:
-        unflatten_axis(axis(mesh, DP_SHARD_CP), {EFSDP: sizes.dp_shard * sizes.cp // sizes.ep, EP: sizes.ep})
+        _add_expert_axes(mesh, sizes)
     if timeout is not None:
         for name in names_of_axes(mesh):
             set_timeout(axis(mesh, name).get_group(), timeout)
     return mesh
+
+
+def _add_expert_axes(mesh: DeviceMesh, sizes: MeshSizes) -> None:
+    unflatten_axis(axis(mesh, DP_SHARD_CP), {EFSDP: sizes.dp_shard * sizes.cp // sizes.ep, EP: sizes.ep})
+    try:
+        axis(mesh, EP)
+    except NotImplementedError as error:
+        raise RuntimeError(f"{' and '.join(EXPERTS)}: axes of a part of the mesh need torch 2.13 or newer") from error
 
 
 def names_of_axes(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -133,8 +145,16 @@ def share_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
 
 
 def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """Returns the sub-mesh of one or more axes; flattened names count."""
-    return axis_of(mesh, *names)
+    """Returns the sub-mesh of one or more axes; flattened names count.
+
+    torch warns that slicing flattened axes will change; there is no replacement yet, so the warning is kept from users.
+
+    Raises:
+        KeyError: for a name that is none of an axis.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh[names if len(names) > 1 else names[0]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Private names of torch.distributed: the store over which processes have met, and what is known of its groups."""
 
-import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,29 +43,12 @@ def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def unflatten_axis(mesh: DeviceMesh, sizes: dict[str, int]) -> None:
     """Give parts of the one axis of ``mesh`` groups of their own, under names of the root mesh, outermost first.
 
-    torch can cut an axis, but keeps the parts under no name; the root mesh is where flattened axes have theirs.
-
-    Raises:
-        RuntimeError: if this torch does not find them there.
+    torch can cut an axis, but keeps the parts under no name; the root mesh is where flattened axes have theirs. Before
+    torch 2.13 it does not find them there.
     """
     view, root = mesh._unflatten(0, tuple(sizes.values()), tuple(sizes)), mesh._get_root_mesh()
     for name in sizes:
         root._flatten_mapping[name] = view[name]
-    try:
-        for name in sizes:
-            axis_of(root, name)
-    except NotImplementedError as error:
-        raise RuntimeError(f"{' and '.join(sizes)}: axes of a part of the mesh need torch 2.13 or newer") from error
-
-
-def axis_of(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """Return the sub-mesh of one or more axes; flattened names count.
-
-    torch warns that slicing flattened axes will change; there is no replacement yet, so the warning is kept from users.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-        return mesh[names if len(names) > 1 else names[0]]
 
 
 @contextmanager

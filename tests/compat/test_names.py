@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from lightning_automodel._compat import fsdp2, groups
+from lightning_automodel import mesh as meshes
+from lightning_automodel._compat import fsdp2
 from lightning_automodel._compat.dtensor import strided_shard
 from lightning_automodel._compat.fsdp2 import parameter_groups, reduce_unused_parameters
 from lightning_automodel._compat.modules import lay_hooks_in_order
@@ -230,13 +231,15 @@ def test_an_older_torch_leaves_several_dtypes_on_one_data_rank_alone(monkeypatch
 
 
 def test_an_older_torch_has_no_parts_of_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise NotImplementedError("Currently, this only allows slicing out a contiguous flattened dim.")
+    def look_up(name: Any) -> Any:
+        if name == "ep":
+            raise NotImplementedError("Currently, this only allows slicing out a contiguous flattened dim.")
+        return MagicMock()
 
-    monkeypatch.setattr(groups, "axis_of", refuse)
-    mesh = MagicMock()
+    old = MagicMock(__getitem__=MagicMock(side_effect=look_up))
+    monkeypatch.setattr(meshes, "init_device_mesh", lambda *_, **__: old)
     with pytest.raises(RuntimeError, match=r"efsdp and ep: .* need torch 2.13 or newer"):
-        groups.unflatten_axis(mesh, {"efsdp": 2, "ep": 2})
+        meshes.build_mesh(meshes.resolve_sizes(4, ep=2), "cpu")
 
 
 # ---- what importing does ---------------------------------------------------------------------------------------------
