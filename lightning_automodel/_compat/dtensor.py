@@ -29,6 +29,16 @@ def _any_is_of_all_ranks(x: Any) -> list[Any]:
     return [([Replicate()], [Replicate()])]
 
 
+def _item(op: Any, args: tuple[DTensor], kwargs: Any) -> Any:
+    return args[0].detach().full_tensor().item()
+
+
+DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _item
+"""Gives ``float(x)``, ``x.item()`` and ``if x:`` the number of all ranks. torch (2.13) gives each rank that of its own
+part of a DTensor (in ``p.grad.norm()`` of the rows that it holds), and has no public way to change that.
+"""
+
+
 def dtensor_from(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:

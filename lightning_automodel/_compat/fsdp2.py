@@ -18,6 +18,8 @@ from torch.distributed.tensor.placement_types import Shard
 
 from lightning_automodel._compat.tensors import without_checkpointing_modes
 
+_KEPT = "_kept_gathered"
+
 
 def add_parameter_group(
     unit: nn.Module,
@@ -159,6 +161,19 @@ def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
+def disagreeing_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the shards whose gathered copy, which waits for a backward pass, says otherwise of ``requires_grad``.
+
+    FSDP2 lets the copy say what the shard says when it gathers. Of an FSDP2 root that is gathered, all units are seen.
+    """
+    if all(group.is_sharded for group in parameter_groups(model)):
+        return
+    gathered = (g for unit in fsdp_units(model) for g in parameter_groups(unit) if not g.is_sharded)
+    for held in (held for group in gathered for held in group.fsdp_params):
+        if held.unsharded_param.requires_grad != held.sharded_param.requires_grad:
+            yield held.sharded_param
+
+
 def holds_partial_sums(unit: FSDPModule) -> bool:
     """Tells whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
     return any(group._partial_reduce_output is not None for group in parameter_groups(unit))
@@ -196,6 +211,11 @@ def communicate_by(unit: FSDPModule, gather: Any, scatter: Any) -> None:
         group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
 
 
+def is_kept_gathered(unit: FSDPModule) -> bool:
+    """Tells whether a unit is within :func:`kept_gathered`."""
+    return _KEPT in vars(unit)
+
+
 @contextmanager
 def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
     """Keeps the parameters of FSDP2 units gathered after forward passes, within this context.
@@ -208,9 +228,12 @@ def kept_gathered(units: Sequence[FSDPModule]) -> Generator[None, None, None]:
     meshes = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
+        vars(unit)[_KEPT] = True
     try:
         yield
     finally:
+        for unit in units:
+            vars(unit).pop(_KEPT)
         for state, value in zip(states, automatic, strict=True):
             state._auto_reshard_after_forward = value
         for group, mesh in zip(groups, meshes, strict=True):

@@ -1,5 +1,6 @@
 """Private names of torch's modules: the tables that public methods read, and write with checks only."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,3 +61,13 @@ def lay_hooks_in_order(module: nn.Module) -> None:
 def gradient_hooks_of(parameter: nn.Parameter) -> list[Any]:
     """Returns what ``parameter.register_hook`` was given."""
     return list((parameter._backward_hooks or {}).values())
+
+
+def hooks_after_accumulation(parameter: nn.Parameter) -> list[Any]:
+    """Returns what ``parameter.register_post_accumulate_grad_hook`` was given."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def have_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Tells whether any of ``parameters`` has a hook of either kind."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

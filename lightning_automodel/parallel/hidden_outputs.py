@@ -25,15 +25,26 @@ def watch_hidden_outputs(module: nn.Module) -> None:
     module.register_forward_hook(_watch)
 
 
+def awaits_backward(output: Any) -> bool:
+    """Tell whether a backward pass may begin with what a module returned."""
+    return torch.is_grad_enabled() and (_shows_gradients(output) or bool(_hidden(output)))
+
+
 def _watch(module: nn.Module, args: tuple, output: Any) -> None:
-    if isinstance(output, Tensor) or not torch.is_grad_enabled():
+    if isinstance(output, Tensor) or not torch.is_grad_enabled() or _shows_gradients(output):
         return
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
-        return
-    hidden: list[Tensor] = []
-    _collect(output, hidden, _DEPTH)
-    if hidden:
+    if hidden := _hidden(output):
         watch_outputs(module, hidden)
+
+
+def _shows_gradients(output: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+
+
+def _hidden(output: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _collect(output, found, _DEPTH)
+    return found
 
 
 def _collect(value: Any, found: list[Tensor], depth: int) -> None:

@@ -6,12 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import gradient_hooks_of, hooks_of
+from lightning_automodel._compat.modules import gradient_hooks_of, hooks_after_accumulation, hooks_of
 from lightning_automodel.distributed.logs import warn_once
 
 _LIBRARIES = (
     *("accelerate", "lightning", "lightning_automodel", "megatron_fsdp"),
     *("peft", "torch", "torchao", "transformers"),
+)
+
+
+_INSTEAD = (
+    "change gradients in on_before_optimizer_step of the LightningModule (before clipping: in on_after_backward of the "
+    "last micro-batch), or use DDPStrategy"
 )
 
 
@@ -25,9 +31,23 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         if any(map(_is_of_user, gradient_hooks_of(parameter))):
             raise ValueError(
                 f"{name} has a hook (register_hook) that would never run: sharding replaces parameters, and writes "
-                "their reduced gradients itself; change gradients in on_before_optimizer_step of the LightningModule "
-                "(before clipping: in on_after_backward of the last micro-batch), or use DDPStrategy"
+                f"their reduced gradients itself; {_INSTEAD}"
             )
+
+
+def find_hook_after_accumulation(model: nn.Module) -> str | None:
+    """Find a parameter with a hook of a user's that runs when its gradient was added to those of the step so far."""
+    return next((n for n, p in model.named_parameters() if any(map(_is_of_user, hooks_after_accumulation(p)))), None)
+
+
+def refuse_hooks_after_accumulation(model: nn.Module, why: str) -> None:
+    """Refuse ``parameter.register_post_accumulate_grad_hook(...)``.
+
+    Raises:
+        ValueError: naming the parameter, and ``why``.
+    """
+    if name := find_hook_after_accumulation(model):
+        raise ValueError(f"{name} has a hook (register_post_accumulate_grad_hook): {why}; {_INSTEAD}")
 
 
 def warn_of_parts(model: nn.Module, seeing_parts: Iterable[str], why: str) -> None:

@@ -22,6 +22,7 @@ from lightning_automodel._compat.lightning import (
     choose_checkpoint_paths,
     optimizers_to_device,
 )
+from lightning_automodel._compat.modules import have_gradient_hooks
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
@@ -111,7 +112,7 @@ class SharedHooks(SavingStrategy):
         self._preemption.install(trainer, self._saving_at_once, self._timeout)
         self._background.timeout = self._timeout
         install_samplers(trainer, self.distributed_sampler_kwargs)
-        self._check_gradient_hooks()
+        self.check_gradient_hooks()
         self.build_parallel(self._module)
         self._draws.install(self._module, self.data_rank, self.root_device.type)
         self.model_to_device()
@@ -143,7 +144,8 @@ class SharedHooks(SavingStrategy):
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm (CUDA only), and leave sync_batchnorm out"
             )
 
-    def _check_gradient_hooks(self) -> None:
+    def check_gradient_hooks(self) -> None:
+        """Refuse hooks on parameters that would not run as on one process; before training and before each step."""
         if not self.runs_gradient_hooks:
             refuse_gradient_hooks(self._module)
 
@@ -183,7 +185,7 @@ class SharedHooks(SavingStrategy):
     def on_train_start(self) -> None:
         begin_next_epoch(self._trainer)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
-        self._check_gradient_hooks()
+        self.check_gradient_hooks()
         self._agreement.start()
         self.return_gradients()
         tell_start(self._trainer, self._module, self.sizes, self.config)
@@ -232,6 +234,8 @@ class SharedHooks(SavingStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if have_gradient_hooks(p for group in optimizer.param_groups for p in group["params"]):
+            self.check_gradient_hooks()
         with explaining_step(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 

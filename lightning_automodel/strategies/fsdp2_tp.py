@@ -16,6 +16,7 @@ from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.host_offload import BACKEND, move
 from lightning_automodel.loading.initialize import materialize
 from lightning_automodel.loading.placed_parameters import place, values_aside
@@ -24,6 +25,7 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
+from lightning_automodel.parallel.hooks_of_users import find_hook_after_accumulation, refuse_hooks_after_accumulation
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
@@ -68,6 +70,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     """
 
     strategy_name = "fsdp2_tp"
+    _runs_hooks = False  # of users, on gradients as they are accumulated
 
     def __init__(
         self,
@@ -201,8 +204,33 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         micro-batch (``defer_fsdp_grad_sync``), or at least not over the replicas.
         """
         assert self.model is not None
-        with gradients_held(self.model, self.config.defer_fsdp_grad_sync):
+        with gradients_held(self.model, self.config.defer_fsdp_grad_sync and not self._runs_hooks):
             yield
+
+    @override
+    def on_train_start(self) -> None:
+        name = find_hook_after_accumulation(self._module)
+        self._runs_hooks = name is not None
+        if name is not None and self.config.defer_fsdp_grad_sync:
+            warn_once(
+                f"{name} has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
+            )
+        super().on_train_start()
+
+    @override
+    def check_gradient_hooks(self) -> None:
+        super().check_gradient_hooks()
+        if not self._runs_hooks and self._trainer.accumulate_grad_batches > 1 and self.config.defer_fsdp_grad_sync:
+            why = "it was registered in a run, which reduces gradients in the last micro-batch of a step only"
+            refuse_hooks_after_accumulation(self._module, f"{why}; register it before training begins")
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None or not self.lightning_module.automatic_optimization:  # no backward pass follows
+            reshard(self.lightning_module)
+        return output
 
     @override
     def after_evaluation_step(self, output: Any) -> Any:

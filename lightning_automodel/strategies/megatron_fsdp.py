@@ -24,6 +24,7 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.hooks_of_users import refuse_hooks_after_accumulation
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
@@ -91,6 +92,12 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         fixed = tp * (dp if isinstance(dp, int) else 1)
         resolve_sizes(fixed, tp=tp, dp_shard=dp)
         self._is_blocked = False
+
+    @override
+    def check_gradient_hooks(self) -> None:
+        super().check_gradient_hooks()
+        why = "it would not find the gradient, which Megatron-FSDP moves to a buffer of its own"
+        refuse_hooks_after_accumulation(self._module, why)
 
     # ---- sizes and mesh ----------------------------------------------------------------------------------------------
 

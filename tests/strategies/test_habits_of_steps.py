@@ -1,0 +1,197 @@
+"""What users do between forward, backward and step, against one process: two models that train in turn, averages and
+norms by hand, hooks that come late.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.strategies.test_own_code import Noted, check_gradients
+from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
+from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters
+
+LAYOUT_NAMES = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-dp2-tp2")
+
+
+class Steps(Noted):
+    """By SGD, with numbers of its own; two models where it needs two."""
+
+    numbers: list[float]
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.numbers = []
+            self.model, self.other = tiny_llama(), tiny_llama(tied=False)
+            self.change()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+class InTurn(Steps):
+    """Two models that train against each other; the one that does not train is read in between."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        ids = batch[0]
+        self.toggle_optimizer(first)
+        mine = self.model(input_ids=ids, labels=ids)
+        read = self.other(input_ids=(ids * 7 + 3) % 61).logits
+        self._step(first, mine.loss + (mine.logits * read).mean())
+        self.toggle_optimizer(second)
+        read = self.model(input_ids=ids).logits
+        self._step(
+            second, self.other(input_ids=ids, labels=ids).loss + (self.other(input_ids=ids).logits * read).mean()
+        )
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()  # calls on_before_optimizer_step
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(model.parameters(), lr=0.3) for model in (self.model, self.other)]
+
+
+class MeanTeacher(Steps):
+    """A copy that follows the model, by hand, behind each batch."""
+
+    def change(self) -> None:
+        self.other = copy.deepcopy(self.model).requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            taught = self.other(input_ids=batch[0]).logits
+        output = self.model(input_ids=batch[0], labels=batch[0])
+        return output.loss + 10 * (output.logits - taught).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for mine, other in zip(self.model.parameters(), self.other.parameters(), strict=True):
+                other.mul_(0.7)
+                other.add_(mine, alpha=0.3)
+
+
+class OwnNorms(Steps):
+    """Reads numbers of its gradients and weights, and divides by one of them."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = sum(g.pow(2).sum() for g in gradients).item() ** 0.5  # type: ignore[union-attr]
+        self.numbers += [
+            norm,
+            *(float(g.abs().max()) for g in gradients),
+            *(p.mean().item() for p in self.parameters()),
+        ]
+        for gradient in gradients:
+            gradient.div_(norm)
+
+
+class HookedLater(Steps):
+    """A hook that runs in each micro-batch, when the gradient of that was added."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def on_fit_start(self) -> None:
+        def halve(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad / 2
+            self.numbers.append(1.0)
+
+        self.model.model.norm.weight.register_post_accumulate_grad_hook(halve)
+
+
+def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
+    chosen = LAYOUTS[layout] if layout else None
+    module = kind()
+    automatic = kind.automatic_optimization
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if automatic else {}
+    strategy, size = (chosen.make(), chosen.data_size) if chosen else ("auto", 1)
+    make_trainer(strategy, max_epochs=2, **arguments).fit(module, batches(size))
+    return {
+        "losses": module.losses,
+        "gradients": module.gradients,
+        "numbers": module.numbers,
+        "parameters": whole_parameters(module),
+    }
+
+
+KINDS = (InTurn, MeanTeacher, OwnNorms, HookedLater)
+FAST = [(kind, "fsdp2-dp2") for kind in KINDS]
+ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
+
+
+@pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))
+def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery: Nursery) -> None:
+    one = Pool(nursery, 1).run(fitted, kind, None, trainer=True)[0]
+    for many in Pool(nursery, LAYOUTS[layout].ranks).run(fitted, kind, layout, trainer=True):
+        assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert many["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=1e-6)
+        for expected, found in zip(one["gradients"], many["gradients"], strict=True):
+            assert expected.keys() == found.keys()
+            check_gradients(expected, found)
+        for name, value in one["parameters"].items():
+            torch.testing.assert_close(many["parameters"][name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class HookedInTheRun(Noted):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.losses:
+            self.hook(self.model.model.norm.weight)
+
+    def hook(self, parameter: Any) -> None:
+        parameter.register_hook(lambda gradient: gradient / 2)
+
+
+class HookedAfterAccumulation(HookedInTheRun):
+    def hook(self, parameter: Any) -> None:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class Flagged(Noted):
+    """Freezes a model by its optimizer's shards while copies of them wait for a backward pass."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        (group,) = self.optimizers().param_groups  # type: ignore[union-attr]
+        self.loss(batch)
+        for parameter in group["params"]:
+            parameter.requires_grad = False
+        self.loss(batch)
+
+
+def refusal(kind: type[Recorder]) -> str:
+    accumulated = 2 if kind.automatic_optimization else 1
+    with pytest.raises(ValueError, match=r"hook|requires_grad") as caught:
+        make_trainer({"dp_shard": 2}, max_epochs=1, accumulate_grad_batches=accumulated).fit(kind(), batches(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (HookedInTheRun, "model.model.norm.weight has a hook (register_hook) that would never run"),
+        (HookedAfterAccumulation, "register it before training begins"),
+        (Flagged, "requires_grad of parameters of LlamaForCausalLM changed between"),
+    ],
+)
+def test_what_one_process_would_do_otherwise_is_refused(kind: type[Recorder], found: str, pool2: Pool) -> None:
+    assert all(found in message for message in pool2.run(refusal, kind, trainer=True))
