@@ -29,7 +29,7 @@ def _any_is_of_all_ranks(x: Any) -> list[Any]:
     return [([Replicate()], [Replicate()])]
 
 
-def _item(op: Any, args: Any, kwargs: Any) -> Any:
+def _item(op_call: Any, args: Any, kwargs: Any) -> Any:
     return args[0].detach().full_tensor().item()
 
 
