@@ -18,10 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2 import (
-    disagreeing_parameters,
     fsdp_units,
     holds_several_dtypes,
-    is_kept_gathered,
     reduce_unused_parameters,
 )
 from lightning_automodel._compat.groups import concatenated_once
@@ -53,7 +51,7 @@ from lightning_automodel.parallel.fsdp2_units import (
     parameters_of,
     reshards,
 )
-from lightning_automodel.parallel.hidden_outputs import awaits_backward
+from lightning_automodel.parallel.gathered import watch_gathered
 from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.second_order import refuse_gathered
 from lightning_automodel.parallel.shard_unit import FullyShard, shard_unit
@@ -151,8 +149,7 @@ def apply_fsdp2(
         shard_experts(experts, axes, inside, in_float32, offload, freed)
     communicate_over_gloo(model, mesh)
     refuse_gathered(model)
-    model.register_forward_pre_hook(_check_trained, prepend=True)
-    model.register_forward_hook(_free_without_backward)
+    watch_gathered(model)
     if towers or reads_more_than_text(model):
         _reduce_what_a_batch_may_lack(model, towers)
     for end in embedding.values():
@@ -319,28 +316,6 @@ def reshard(module: nn.Module) -> None:
     """Frees what a forward pass without a backward pass left gathered: the roots and the last blocks."""
     for unit in fsdp_units(module):
         unit.reshard()
-
-
-def _check_trained(model: nn.Module, args: tuple) -> None:
-    """Check that what is gathered trains what is to be trained: a forward pre-hook."""
-    if next(disagreeing_parameters(model), None) is not None:
-        raise ValueError(
-            f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its backward "
-            "pass, while their copies were gathered; change it before the forward pass, or behind the backward pass, "
-            "and call a model whose loss is not used within torch.no_grad()"
-        )
-
-
-def _free_without_backward(model: nn.Module, args: tuple, output: Any) -> None:
-    """Free a model that was called to be read (a teacher, a model that others train against): a forward hook.
-
-    What is gathered is a copy: it would not notice that ``requires_grad`` of a parameter changes before the next
-    forward pass, and changes of its values by hand would be lost.
-    """
-    if not awaits_backward(output):
-        for unit in fsdp_units(model):
-            if not is_kept_gathered(unit):
-                unit.reshard()
 
 
 def _units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
