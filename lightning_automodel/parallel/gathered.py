@@ -10,7 +10,7 @@ from lightning_automodel.parallel.hidden_outputs import awaits_backward
 
 
 def watch_gathered(model: nn.Module) -> None:
-    """Free ``model``, an FSDP2 root, where no backward pass follows a forward pass, and refuse copies that are stale."""
+    """Free an FSDP2 root where no backward pass follows its forward pass, and refuse copies that are stale."""
     model.register_forward_pre_hook(_check_trained, prepend=True)
     model.register_forward_hook(_free_without_backward)
 
