@@ -32,13 +32,15 @@ class Finding:
 
     Attributes:
         step: of the trainer.
-        names: of the parameters of the optimizer.
+        module: whose parameters the optimizer has.
+        parameters: of the optimizer.
         vector: [parameters + 1], 1 where a gradient is not finite on any rank; the last one is about the losses.
         losses: of this rank's micro-batches.
     """
 
     step: int
-    names: list[str]
+    module: "pl.LightningModule"
+    parameters: list[Tensor]
     vector: Tensor
     losses: list[Tensor]
 
@@ -59,12 +61,16 @@ class Finding:
             for rank, at in enumerate(found)
             if at is not None
         ]
-        names = [name for name, flag in zip(self.names, self.vector.tolist(), strict=False) if flag]
+        names = self._names_of([p for p, flag in zip(self.parameters, self.vector.tolist(), strict=False) if flag])
         parts = where[:1] or ["all losses are finite"]
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             parts.append(f"the gradient of {names[0]}{others} is not")
         return f"optimizer step {self.step}: {', '.join(parts)}"
+
+    def _names_of(self, parameters: list[Tensor]) -> list[str]:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [names.get(parameter, "a parameter that the module does not hold") for parameter in parameters]
 
 
 class FiniteGuard:
@@ -100,15 +106,11 @@ class FiniteGuard:
 
     def inspect(self, optimizer: Optimizer, module: "pl.LightningModule") -> Finding:
         """Check the gradients that ``optimizer`` would use. Collective; no host synchronization."""
-        names = {parameter: name for name, parameter in module.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         losses, device = list(self._losses), parameters[0].device if parameters else module.device
         self._losses.clear()
         vector = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device)]))
-        step = module.trainer.global_step
-        return Finding(
-            step, [names.get(p, "a parameter that the module does not hold") for p in parameters], vector, losses
-        )
+        return Finding(module.trainer.global_step, module, parameters, vector, losses)
 
     def allows(self, finding: Finding | None) -> bool:
         """Tells whether the step is to be taken.
@@ -164,7 +166,7 @@ def _all_finite(tensors: list[Tensor]) -> Tensor:
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return torch.isfinite(torch.stack([norm.float() for norm in each_norm(tensors, torch.inf)]))
     # On CPU there is no kernel for many tensors, and a largest norm takes 20 times as long as the two extremes.
-    extremes = [extreme.double() for tensor in tensors for extreme in torch.aminmax(tensor)]
+    extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]  # stack widens to the widest
     return torch.isfinite(torch.stack(extremes)).view(-1, 2).all(1)
 
 
