@@ -2,10 +2,21 @@
 
 import ast
 import importlib
+import inspect
 import re
 
 import pytest
 
+from lightning_automodel import (
+    DDPConfig,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2TPStrategy,
+    MegatronFSDPConfig,
+    MegatronFSDPStrategy,
+    callbacks,
+    finetuning,
+)
 from tests.support.documents import ROOT, Block, blocks, command_lines, links, pages
 
 CODE = [block for page in pages() for block in blocks(page, "python")]
@@ -52,6 +63,31 @@ def test_modules_and_targets_that_pages_name_are_there() -> None:
             assert importlib.util.find_spec(module) is not None, f"{page.name}: {module}"
         named = set(re.findall(r"`make ([a-z-]+)", text))
         assert named <= targets, page.name
+
+
+def arguments_on(page: str) -> set[str]:
+    """Names that a page has in backticks, alone or in a command; ``activation_*`` is the start of several."""
+    spans = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / page).read_text())
+    return {name for span in spans for name in re.findall(r"[\w.]+\*?", span)}
+
+
+DOCUMENTED = {
+    "reference.md": (
+        *(FSDP2TPStrategy, FSDP2Config, DDPStrategy, DDPConfig, MegatronFSDPStrategy, MegatronFSDPConfig),
+        *(getattr(callbacks, name) for name in callbacks.__all__),
+    ),
+    "command.md": tuple(getattr(finetuning, name) for name in finetuning.__all__),
+}
+
+
+@pytest.mark.parametrize("page", DOCUMENTED)
+def test_every_argument_stands_on_its_page(page: str) -> None:
+    known = arguments_on(page)
+    starts = tuple(name[:-1] for name in known if name.endswith("_*"))
+    for owner in DOCUMENTED[page]:
+        names = set(inspect.signature(owner).parameters)
+        lacking = {name for name in names - known if not (starts and name.startswith(starts))}
+        assert not lacking, f"{owner.__name__}: {lacking}"
 
 
 def test_figures_of_the_first_page_stand_on_the_pages_that_it_names() -> None:
