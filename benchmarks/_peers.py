@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks._by_torch import clip, optimizer_of, shard_by_hand
 from benchmarks._measure import print_result, status
 
-RANKS, ROWS, LENGTH, STEPS, WARM = 2, 2, 256, 8, 2
+RANKS, ROWS, LENGTH, STEPS, WARM = 2, 2, 256, 6, 2
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 

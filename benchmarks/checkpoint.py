@@ -86,7 +86,7 @@ def make_model(layers: int) -> LlamaForCausalLM:
 def main() -> None:
     """Entry point."""
     page = Page("checkpoint_times.md", "checkpoint")
-    parser = page.parser(__doc__, rounds=3)
+    parser = page.parser(__doc__, rounds=2)
     parser.add_argument("--layers", type=int, default=2, help="47 million parameters each, beside 34 million")
     options = parser.parse_args()
     layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)

@@ -53,7 +53,7 @@ MIB, GIB = 2**20, 2**30
 
 def main() -> None:
     page = Page("context_memory.md", "context")
-    parser = page.parser(__doc__, rounds=3)
+    parser = page.parser(__doc__, rounds=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of sequences without masks")
     parser.add_argument("--packed", type=int, nargs="+", default=MASKED, help="tokens of sequences of four documents")
     arguments = parser.parse_args()

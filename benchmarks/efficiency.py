@@ -1,12 +1,13 @@
 """How close a step on two ranks is to half of the step of one process, and what the rest is. Writes docs/efficiency.md.
 
-Efficiency is the time of one process with one thread over twice the time on two ranks, for the same rows. The time of a
-rank is what its thread computes and what it is blocked. Of the first, matrix products (attention among them) are
-counted by torch's profiler, and set against half of those of one process; what is beyond is narrower or repeated
-products. Of the second, the collectives of the step are run again with nothing between them, all ranks together: that
-is what their bytes cost here. The rest is waiting for the other rank. Two processes that each train by themselves at
-the same moment share the machine's caches and memory, as ranks do: what they keep of their speed is the most that two
-ranks could reach. The last table has what FSDP2 sends over gloo beside gloo's own collectives.
+Efficiency is the time of one process with one thread over twice the time on two ranks, for the same rows: of medians,
+and of the fastest steps, which a restless machine disturbs least. The time of a rank is what its thread computes and
+what it is blocked. Of the first, the share of matrix products (attention among them) is taken from torch's profiler in
+steps of their own, and set against half of those of one process; what is beyond is narrower or repeated products. Of
+the second, the collectives of the step are run again with nothing between them, all ranks together: that is what their
+bytes cost here. The rest is waiting for the other rank. Two processes that each train by themselves at the same moment
+share the machine's caches and memory, as ranks do: what they keep of their speed is the most that two ranks could
+reach. The last table has what FSDP2 sends over gloo beside gloo's own collectives.
 """
 
 import time
@@ -30,8 +31,10 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.parallel.levers.collectives import Collectives
 
 WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
-WARM, PROFILED, REPEATS = 2, 3, 5
+WARM, PROFILED, REPEATS = 2, 1, 5
 SIZES = (1, 8, 48)  # of messages, MiB
+COLUMNS = ("", "step", "quartiles", "fastest", "efficiency", "of the fastest", "half of one process", "more products")
+COLUMNS += ("more of the rest", "bytes of collectives", "waiting")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
 
 
@@ -99,11 +102,8 @@ def describe() -> list[str]:
 def table(pool: Pool, width: int, rounds: int, compiled: bool) -> Iterator[str]:
     """One table, line by line."""
     yield from ("", f"## Hidden {width}{', compiled blocks' if compiled else ''}", "")
-    yield (
-        "| | step | quartiles | efficiency | half of one process | more products | more of the rest | bytes of "
-        "collectives | waiting |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield f"|---|{'---|' * (len(COLUMNS) - 1)}"
     ranks = pool.run(measure, width, rounds, compiled, timeout=900)
     found = {name: {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]} for name in WAYS}
     for name, here in found.items():
@@ -112,16 +112,16 @@ def table(pool: Pool, width: int, rounds: int, compiled: bool) -> Iterator[str]:
 
 def row(name: str, here: dict[str, float], one: dict[str, float]) -> str:
     """One line of the table."""
-    half = one["step"] / 2
-    cells = [f"{here['step']:.0f}", f"{here['low']:.0f} to {here['high']:.0f}"]
+    half, share = one["step"] / 2, 1 if name == BOTH else 1 / 2  # of the work of one process
+    cells = [f"{here['step']:.0f}", f"{here['low']:.0f} to {here['high']:.0f}", f"{here['fastest']:.0f}"]
+    cells += ["" if name == ONE else f"{share * one[key] / here[key]:.2f}" for key in ("step", "fastest")]
     if name in (ONE, BOTH):
-        shared = f"{one['step'] / here['step']:.2f}" if name == BOTH else ""
-        return f"| {name} | {' | '.join([*cells, shared, *[''] * 5])} |"
+        return f"| {name} | {' | '.join([*cells, *[''] * 5])} |"
     products = here["products"] - one["products"] / 2
     rest = (here["computing"] - here["products"]) - (one["step"] - one["products"]) / 2
     waiting = here["step"] - here["computing"] - here["collectives"]
     parts = (half, products, rest, here["collectives"], waiting)
-    cells += [f"{half / here['step']:.2f}", *(f"{part:.0f}" for part in parts)]
+    cells += [f"{part:.0f}" for part in parts]
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -154,9 +154,11 @@ def measure(width: int, rounds: int, compiled: bool) -> dict[str, dict[str, floa
     for name in WAYS:
         seconds, computing = zip(*taken[name][WARM:], strict=True)
         low, high = quartiles(seconds)
-        parts = {"step": median(seconds), "low": low, "high": high, "computing": median(computing)}
+        parts = {"step": median(seconds), "low": low, "high": high, "fastest": min(seconds)}
+        parts["computing"] = median(computing)
         dist.barrier()
-        parts["products"] = median(products_of(steps[name]) for _ in range(PROFILED)) if name in steps else 0.0
+        shares = [share_of_products(steps[name]) for _ in range(PROFILED)] if name in steps else [0.0]
+        parts["products"] = parts["computing"] * median(shares)
         parts["collectives"] = replayed(steps[name]) if WAYS[name].sizes else 0.0
         found[name] = {part: 1e3 * value for part, value in parts.items()}
     return found
@@ -169,12 +171,12 @@ def timed_twice(step: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - before, time.thread_time() - computed
 
 
-def products_of(step: Callable[[], None]) -> float:
-    """Seconds of matrix products in a step."""
+def share_of_products(step: Callable[[], None]) -> float:
+    """Share of what a thread computes in a step that is matrix products."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
+        _, computing = timed_twice(step)
     events = (event for event in profiler.key_averages() if any(name in event.key for name in _PRODUCTS))
-    return sum(event.self_cpu_time_total for event in events) / 1e6
+    return sum(event.self_cpu_time_total for event in events) / 1e6 / computing
 
 
 def make_step(width: int, way: Way, compiled: bool) -> Callable[[], None]:

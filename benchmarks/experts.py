@@ -58,7 +58,7 @@ WAYS = {
 def main() -> None:
     """Entry point of ``python -m benchmarks.experts``."""
     page = Page("experts_traffic.md", "experts")
-    parser = page.parser(__doc__, rounds=3)
+    parser = page.parser(__doc__, rounds=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each data rank")
     arguments = parser.parse_args()
     nursery = Nursery()
