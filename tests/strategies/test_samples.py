@@ -5,11 +5,25 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, get_worker_info
+from hypothesis import given, settings
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from lightning_automodel.strategies.data.agreement import digest
 from lightning_automodel.strategies.data.samplers import (
@@ -18,7 +32,8 @@ from lightning_automodel.strategies.data.samplers import (
     share_of_loader,
     share_of_sampler,
 )
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.strategies.data.seen_samples import RestOfOrder
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import SizedStream, StockModule, Stream, TinyModule, loader, rows, trainer
 
 Seen = list[dict[str, list[int]]]
@@ -45,6 +60,100 @@ def test_training_draws_no_sample_twice(sampler: Any) -> None:
     shares = [list(share_of_sampler(loader, shuffle=True, equal=True, num_replicas=2, rank=rank)) for rank in range(2)]
     assert [len(share) for share in shares] == [3, 3]
     assert len({*shares[0], *shares[1]}) == 6
+
+
+def drawing(count: int, seed: int) -> SubsetRandomSampler:
+    """A sampler with a generator of its own."""
+    return SubsetRandomSampler(range(count), generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 20),
+    replicas=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    epochs=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_epochs_of_an_own_sampler_are_those_of_one_device(
+    count: int, replicas: int, seed: int, epochs: list[int], data: st.DataObject
+) -> None:
+    """In any epoch that a run begins with, and for the rest of it."""
+    hypothesis.assume(count >= replicas)
+    alone = drawing(count, seed)
+    orders = [list(alone) for _ in range(4)]
+    shares: list[Any] = []
+    for rank in range(replicas):
+        loader = DataLoader(range(count), sampler=drawing(count, seed))  # type: ignore[arg-type]
+        shares.append(share_of_sampler(loader, shuffle=True, equal=True, num_replicas=replicas, rank=rank))
+    for epoch in epochs:
+        seen = data.draw(st.integers(0, count))
+        for share in shares:
+            share.set_epoch(epoch)
+        together = [index for row in zip(*shares, strict=True) for index in row]
+        assert together == orders[epoch][: count // replicas * replicas]
+        rest = [index for row in zip(*(RestOfOrder(share, seen) for share in shares), strict=True) for index in row]
+        assert rest == orders[epoch][seen : seen + len(rest)]
+        assert count - seen - len(rest) < replicas
+
+
+class Descending(Sampler):
+    """An order that a user chose; from another sample on in each epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return ((i - self.epoch) % self.count for i in reversed(range(self.count)))
+
+
+def loader_of(kind: str, size: int) -> DataLoader:
+    """Twelve rows, two for all data ranks together."""
+    dataset: Any = TensorDataset(rows(12))
+    generator = torch.Generator().manual_seed(3)
+    of_user: dict[str, dict[str, Any]] = {
+        "order": {"sampler": Descending(12)},
+        "indices": {"sampler": [3, 1, 7, 5, 0, 11]},
+        "weights": {"sampler": WeightedRandomSampler(torch.arange(1.0, 13), 8, generator=generator)},
+        "fewer": {"sampler": RandomSampler(dataset, num_samples=6, generator=generator)},
+        "more": {"sampler": RandomSampler(dataset, replacement=True, num_samples=20, generator=generator)},
+        "batches": {"batch_sampler": BatchSampler(Descending(12), 2 // size, drop_last=False)},
+        "batches of a shuffle": {"batch_sampler": BatchSampler(RandomSampler(dataset), 2 // size, drop_last=False)},
+    }
+    chosen = of_user[kind]
+    return DataLoader(dataset, **({} if "batch_sampler" in chosen else {"batch_size": 2 // size}), **chosen)
+
+
+KINDS = ("order", "indices", "weights", "fewer", "more", "batches", "batches of a shuffle")
+
+
+def trained(on_one_device: bool, size: int) -> dict[str, list[int]]:
+    """Runs on each rank: the rows of two epochs."""
+    found = {}
+    for kind in KINDS:
+        module = TinyModule()
+        strategy = SingleDeviceStrategy("cpu") if on_one_device else {"dp_shard": size}
+        trainer(size, strategy, max_epochs=2).fit(module, loader_of(kind, size))
+        found[kind] = module.seen["train"]
+    return found
+
+
+def test_samplers_of_users_say_what_is_seen(nursery: Nursery, pool2: Pool) -> None:
+    one = Pool(nursery, 1).run(trained, True, 1, trainer=True)[0]
+    ranks = pool2.run(trained, False, 2, trainer=True)
+    for kind, expected in one.items():
+        together = [row for both in zip(*(rank[kind] for rank in ranks), strict=True) for row in both]
+        if kind == "batches of a shuffle":  # in another order
+            assert [sorted(together[:12]), sorted(together[12:])] == [list(range(12))] * 2
+            assert together[:12] not in (sorted(together[:12]), together[12:])
+        else:
+            assert together == expected, kind
 
 
 def test_a_share_is_transparent() -> None:

@@ -97,6 +97,9 @@ def data_of(kind: str, size: int) -> Any:
             return loader(24, size, shuffle=True, num_workers=1)
         case "subset":
             return loader(24, size, sampler=SubsetRandomSampler(range(1, 24)))
+        case "drawing":
+            generator = torch.Generator().manual_seed(3)
+            return loader(23, size, sampler=SubsetRandomSampler(range(23), generator=generator))
         case "growing":
             rows = loader(24).dataset
             return DataLoader(rows, batch_sampler=Growing(SequentialSampler(rows), size, True))
@@ -133,6 +136,7 @@ def both(path: Path, kind: str, count: int, **settings: Any) -> tuple[list[Step]
 def kinds(path: Path, everything: bool) -> dict[str, Any]:
     found = {"stream": both(path, "stream", 9)}
     found["subset"] = both(path, "subset", 8, accumulate_grad_batches=2, val_check_interval=3)
+    found["drawing"] = both(path, "drawing", 9 if everything else 15)
     if not everything:
         return found
     found["shuffled"] = both(path, "shuffled", 8)

@@ -18,6 +18,7 @@ samples, by ``strategy.data_rank`` of ``strategy.data_size``.
 import copy
 import os
 import random
+from collections import deque
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -30,7 +31,14 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.distributed import ProcessGroup
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from lightning_automodel._compat.datasets import is_split_by_node
@@ -93,7 +101,24 @@ class ShareOfStream(IterableDataset):
 
 
 class SharedOrder(DistributedSamplerWrapper):
-    """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part."""
+    """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part.
+
+    What an epoch draws follows from its number, also where the sampler has a generator of its own: that one is brought
+    to where it would be after the epochs before.
+    """
+
+    def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sampler, *args, **kwargs)
+        generator = getattr(sampler, "generator", None)
+        self._sampler = sampler
+        self._generator = generator if isinstance(generator, torch.Generator) else None
+        self._states = {} if self._generator is None else {0: self._generator.get_state()}  # by epochs that are through
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if callable(of_user := getattr(self._sampler, "set_epoch", None)):
+            of_user(epoch)
 
     @override
     def __iter__(self) -> Iterator:
@@ -102,7 +127,18 @@ class SharedOrder(DistributedSamplerWrapper):
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            return super().__iter__()
+            if self._generator is None:
+                return super().__iter__()
+            self._go_to_epoch(self._generator)
+            order = super().__iter__()
+            self._states[self.epoch + 1] = self._generator.get_state()
+            return order
+
+    def _go_to_epoch(self, generator: torch.Generator) -> None:
+        known = max(epoch for epoch in self._states if epoch <= self.epoch)
+        generator.set_state(self._states[known])
+        for _ in range(known, self.epoch):
+            deque(self._sampler, maxlen=0)
 
 
 class LengthlessLoader:
@@ -129,8 +165,11 @@ def install_samplers(trainer: "pl.Trainer", sampler_kwargs: dict[str, Any]) -> N
     """
 
     def choose(dataloader: DataLoader, shuffle: bool, mode: RunningStage | None) -> DistributedSampler:
+        if dataloader.batch_size is None and type(batches := dataloader.batch_sampler) is BatchSampler:
+            # Lightning makes a loader anew from its attributes, where a batch sampler of the user's leaves none.
+            vars(dataloader).update(batch_size=batches.batch_size, drop_last=batches.drop_last)
         # Trainer shuffles all training data that it shards; one device would see it in the order that the user gave.
-        in_order = isinstance(dataloader.sampler, SequentialSampler) or overfits(trainer)
+        in_order = isinstance(_sampler_of(dataloader), SequentialSampler) or overfits(trainer)
         return share_of_sampler(
             dataloader,
             shuffle=shuffle and not in_order,
@@ -148,26 +187,40 @@ def share_of_sampler(
 
     Args:
         dataloader: with the sampler of one device.
-        shuffle: in an order that depends on ``seed_everything`` and the epoch.
+        shuffle: what a ``DataLoader`` shuffles, in an order that depends on ``seed_everything`` and the epoch; a
+            sampler of the user's own decides that by itself.
         equal: all shares are equally long, so that no rank waits for another one's last batch. No sample is drawn
             twice, unless there are fewer samples than shares.
         num_replicas: number of shares.
         rank: number of this share.
     """
     seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    settings: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "shuffle": shuffle, "seed": seed}
     source: Any
     sampler_class: type[DistributedSampler]
-    if isinstance(dataloader.sampler, RandomSampler | SequentialSampler):
+    given = _sampler_of(dataloader)
+    if _is_of_loader(given, dataloader):
         source, sampler_class = dataloader.dataset, DistributedSampler
     else:
-        source, sampler_class = dataloader.sampler, SharedOrder
+        source, sampler_class, shuffle = given, SharedOrder, False
+    settings: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "shuffle": shuffle, "seed": seed}
     sampler = sampler_class(source, **settings, drop_last=equal and len(source) >= num_replicas)
     if not equal:
         assert isinstance(sampler.dataset, Sized)
         sampler.total_size = len(sampler.dataset)
         sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
     return sampler
+
+
+def _sampler_of(dataloader: DataLoader) -> Any:
+    """Return what says the order, which is not the loader's sampler where the user gave a batch sampler."""
+    return getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+
+
+def _is_of_loader(sampler: Any, dataloader: DataLoader) -> bool:
+    """Tell whether ``sampler`` gives each sample once, as those that a ``DataLoader`` makes by itself."""
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == sized_len(dataloader.dataset)
+    return isinstance(sampler, SequentialSampler)
 
 
 def process_dataloader(
