@@ -97,7 +97,11 @@ def group_of(operation: Any, args: tuple) -> "dist.ProcessGroup | None":
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Generator[None, None, None]:
-    """Be ``rank`` of ``size`` processes within this context; collectives return at once and change nothing."""
+    """Be ``rank`` of ``size`` processes within this context; collectives return at once and change nothing.
+
+    Raises:
+        RuntimeError: if this process has process groups already.
+    """
     if dist.is_initialized():
         raise RuntimeError("this process has process groups already; plan a run in a process of its own")
     _forget_meshes()

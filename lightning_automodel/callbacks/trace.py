@@ -23,6 +23,9 @@ class TraceProfiler(Callback):
         ranks: that record; ``None``: all.
         dirpath: folder of the files ``steps-10-11-rank-0.json``; ``None``: ``traces`` where the trainer logs.
         shapes: of the tensors of each operation, too.
+
+    Raises:
+        ValueError: for steps below 1.
     """
 
     def __init__(

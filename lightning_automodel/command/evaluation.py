@@ -45,6 +45,9 @@ def evaluate(
         tp: ranks among which the model is split; by default as many as its weights need.
         devices: processes; by default one replica of the model.
         precision: of the trainer; by default bf16-true on CUDA, else 32-true.
+
+    Raises:
+        ValueError: for files and tasks both, or none, and for what cannot be read, written or split so.
     """
     if (files is None) == (tasks is None):
         raise ValueError(

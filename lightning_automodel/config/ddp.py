@@ -1,8 +1,6 @@
 """The switches of replicas."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -81,7 +79,3 @@ class DDPConfig(StageSwitches):
         check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps, "steps", 100)
         check_compile(self.enable_compile, self.compile_backend, self.compile_dynamic)
         check_autocast(resolve_dtype(self.autocast_dtype))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name; values are not copied."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,6 +1,5 @@
 """The switches of FSDP2 with tensor parallelism."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -177,7 +176,3 @@ class FSDP2Config(StageSwitches):
                 "enable_async_tensor_parallel=True turns sequence_parallel on: it overlaps what that communicates"
             )
             object.__setattr__(self, "sequence_parallel", True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name; values are not copied."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

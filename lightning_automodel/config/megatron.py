@@ -1,10 +1,8 @@
 """The switches of Megatron-FSDP."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -107,7 +105,3 @@ class MegatronFSDPConfig(StageSwitches):
         if self.fsdp_double_buffer and self.zero_dp_strategy != 3:
             found["fsdp_double_buffer"] = (False, "only zero_dp_strategy=3 gathers units")
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name; values are not copied."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

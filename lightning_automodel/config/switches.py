@@ -45,6 +45,10 @@ class StageSwitches:
     compile_dynamic: bool | None = None
     autocast_dtype: torch.dtype | str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields by name; values are not copied."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
 
 Config = TypeVar("Config", bound=StageSwitches)
 

@@ -61,7 +61,11 @@ def check_tp_plan(plan: Any) -> None:
 
 
 def check_resharding(reshard: Any) -> None:
-    """Check the field ``reshard_after_forward`` of a config: ``None``, a bool or a number of ranks."""
+    """Check the field ``reshard_after_forward`` of a config: ``None``, a bool or a number of ranks.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
         raise ValueError(
             f"reshard_after_forward={reshard!r}: use True or False, a number of ranks that keep a copy of the "

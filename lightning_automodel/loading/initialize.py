@@ -88,7 +88,11 @@ def not_a_number(value: Tensor) -> Tensor:
 
 
 def set_what_is_left(model: nn.Module, unset: Set[Tensor]) -> None:
-    """Set parameters that models set in their constructor only (apertus' activation), which a build on meta loses."""
+    """Set parameters that models set in their constructor only (apertus' activation), which a build on meta loses.
+
+    Raises:
+        ValueError: naming those that the constructor leaves, too.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     left = {name: tensor for name, tensor in named if tensor in unset and tensor.isnan().any()}
     if not left:

@@ -4,10 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -15,7 +13,16 @@ from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
-from tests.support.training import GLOBAL_BATCH, Recorder, make_trainer, rows, whole_parameters, world_size
+from tests.support.training import (
+    GLOBAL_BATCH,
+    Recorder,
+    SaveAfter,
+    largest_difference,
+    make_trainer,
+    rows,
+    whole_parameters,
+    world_size,
+)
 
 ACCUMULATE = 3
 BATCHES = 8  # of an epoch: steps after the batches 3, 6 and 8
@@ -31,18 +38,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one device": {},
 }
 RANKS = {layout: 4 if " x " in layout else 1 if layout == "one device" else 2 for layout in LAYOUTS}
-
-
-class SaveAfter(Callback):
-    """Saves when ``count`` batches are through."""
-
-    def __init__(self, path: Path, count: int) -> None:
-        self.path = path
-        self.count = count
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
-            trainer.save_checkpoint(self.path)
 
 
 class AdamRecorder(Recorder):
@@ -63,10 +58,6 @@ def run(layout: str, path: Path, save_after: int | None, resume: Path | None, ke
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": ACCUMULATE, "max_epochs": 2}
     make_trainer(strategy, callbacks=callbacks, **settings).fit(module, loader, ckpt_path=resume)
     return {"losses": module.losses, "draws": module.draws, "parameters": whole_parameters(module)}
-
-
-def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items())
 
 
 def follow(source: str) -> list[str]:

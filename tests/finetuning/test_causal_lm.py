@@ -15,6 +15,7 @@ from lightning_automodel.callbacks import TQDMStepBar
 from lightning_automodel.finetuning import CausalLM, TextDataModule, WarmupCosine
 from lightning_automodel.finetuning.loader import ResumableLoader
 from lightning_automodel.testing.pool import Pool
+from tests.support.training import SaveAfter
 
 Batch = dict[str, torch.Tensor]
 
@@ -166,22 +167,12 @@ def test_a_schedule_without_an_end_is_refused(model_dir: Path, tmp_path: Path) -
             WarmupCosine(optimizer, **arguments)  # type: ignore[arg-type]
 
 
-class _SaveAfter(L.Callback):
-    def __init__(self, path: Path, count: int) -> None:
-        self.path = path
-        self.count = count
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
-            trainer.save_checkpoint(self.path)
-
-
 def _train_from(model_dir: Path, path: Path, resume: Path | None) -> dict[str, torch.Tensor]:
     module = CausalLM(str(model_dir), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), lr_scheduler=None)
     loader = ResumableLoader(_batches(6), batch_size=None)  # type: ignore[arg-type]
     settings = {"devices": 2, "strategy": FSDP2TPStrategy(tp=2), "max_steps": -1, "max_epochs": 1}
     trainer = _trainer(
-        path.parent, callbacks=[_SaveAfter(path, 2)], accumulate_grad_batches=3, enable_checkpointing=False, **settings
+        path.parent, callbacks=[SaveAfter(path, 2)], accumulate_grad_batches=3, enable_checkpointing=False, **settings
     )
     trainer.fit(module, loader, ckpt_path=resume)
     return {name: p.full_tensor().detach() for name, p in module.named_parameters()}

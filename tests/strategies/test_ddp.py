@@ -16,7 +16,7 @@ from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.loading import safetensors as file_slices
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.subjects import save_families
-from tests.support.training import Recorder, batches, make_trainer, whole, whole_parameters, world_size
+from tests.support.training import Descending, Recorder, batches, make_trainer, whole, whole_parameters, world_size
 
 # ---- without processes -----------------------------------------------------------------------------------------------
 
@@ -149,11 +149,6 @@ def test_hooks_and_what_is_reduced(pool2: Pool) -> None:
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
-
-
-class Descending(Recorder):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit_precisions(ours: bool, **levers: Any) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from lightning_automodel.parallelizer import megatron_fsdp_strategy_parallelize,
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support import cuda_on_cpu
 from tests.support.subjects import SIZES, VOCABULARY
-from tests.support.training import Recorder, batches, make_trainer, world_size
+from tests.support.training import Descending, Recorder, batches, make_trainer, world_size
 
 # ---- without processes -----------------------------------------------------------------------------------------------
 
@@ -60,11 +60,6 @@ def make_trainer_of(strategy: Any, **arguments: Any) -> Any:
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
-
-
-class Descending(Recorder):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit_precision(ours: bool, precision: str, **fields: Any) -> dict[str, Any]:

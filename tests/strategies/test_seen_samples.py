@@ -17,7 +17,7 @@ from lightning_automodel.strategies.data.samplers import share_of_sampler
 from lightning_automodel.strategies.data.seen_samples import RestOfOrder
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import SizedStream, Stream, loader
-from tests.support.training import make_trainer
+from tests.support.training import SaveAfter, make_trainer
 
 Step = tuple[int, int, int, list[int]]
 
@@ -61,17 +61,6 @@ class Watcher(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class SaveAfter(L.Callback):
-    """Saves when ``count`` batches are through."""
-
-    def __init__(self, path: Path, count: int) -> None:
-        self.path, self.count = path, count
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
-            trainer.save_checkpoint(self.path)
 
 
 class Growing(BatchSampler):

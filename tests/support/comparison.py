@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_automodel.config import FSDP2Config
@@ -18,6 +17,7 @@ from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallel.fsdp2 import gradients_held
 from lightning_automodel.parallel.random_passes import draw_from
 from lightning_automodel.parallelizer import parallelize
+from tests.support.training import whole
 
 Batch = dict[str, Tensor]
 
@@ -136,10 +136,10 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
                 loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(model.parameters(), schedule.clip or float("inf"))
-        gradients = {n: _full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(_Step(total, norm, gradients, {n: _full(p) for n, p in model.named_parameters()}))
+        steps.append(_Step(total, norm, gradients, {n: whole(p) for n, p in model.named_parameters()}))
     return steps
 
 
@@ -164,8 +164,3 @@ def _differences(expected: list[_Step], actual: list[_Step], mesh: Any) -> Diffe
     for name, value in expected[-1].parameters.items():
         differences.add(f"parameter {name}", actual[-1].parameters[name], value)
     return differences
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -77,6 +77,24 @@ class Recorder(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Descending(Recorder):
+    """Steps by plain gradient descent."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaveAfter(L.Callback):
+    """Saves when ``count`` batches are through."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.path, self.count = path, count
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.count:
+            trainer.save_checkpoint(self.path)
+
+
 class Memory(Logger):
     """Keeps what is logged."""
 
@@ -148,3 +166,8 @@ def whole(tensor: Tensor | None) -> Tensor:
     """A plain copy without a graph."""
     assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of an element of the ``parameters`` of two runs."""
+    return max(float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items())

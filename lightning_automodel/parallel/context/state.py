@@ -196,7 +196,18 @@ class StreamOnRows:
         return self._rows.cut(mask, -2) if mask.shape[-2] == self._rows.length else mask
 
     def chooses_heads(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """Tells whether ``module`` exchanges heads and not keys; a mask of rows is enough for keys only."""
+        """Tells whether ``module`` exchanges heads and not keys; a mask of rows is enough for keys only.
+
+        Args:
+            module: of attention, for messages.
+            query: [batch, heads / tp, rows, width].
+            key: [batch, kv heads / tp, rows, width].
+            value: as ``key``.
+            mask: [..., rows or whole sequence, whole sequence]; ``None``: causal, or none.
+
+        Raises:
+            ValueError: if ``cp_exchange="all_to_all"`` is asked for and cp does not divide the heads.
+        """
         wanted, ranks, name = self.call.exchange, self.call.group.size(), class_names(module)[0]
         if wanted == "gather":
             return False

@@ -31,7 +31,11 @@ def parallelize(
     config: MegatronFSDPConfig,
     optimizer: Optimizer | None,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Does the work of :func:`~lightning_automodel.megatron.megatron_fsdp_strategy_parallelize`."""
+    """Does the work of :func:`~lightning_automodel.megatron.megatron_fsdp_strategy_parallelize`.
+
+    Raises:
+        ValueError: if ``model`` was made parallel already, or what it holds cannot be.
+    """
     if is_split(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         name = class_names(model)[0]
         raise ValueError(f"{name} was made parallel already; make a model parallel once, or build it again")

@@ -65,7 +65,11 @@ class Restoration:
             self.end_setup()
 
     def end_setup(self) -> None:
-        """Restores what has waited until all parameters lie where they stay."""
+        """Restores what has waited until all parameters lie where they stay.
+
+        Raises:
+            ValueError: naming the checkpoint, if it does not fit.
+        """
         self._is_set_up = True
         restore, self._waiting = self._waiting, None
         if restore is None:

@@ -13,13 +13,14 @@ from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.checkpointing.test_mid_step import SaveAfter
 from tests.support.families import tiny_model
 from tests.support.marks import with_long
 from tests.support.training import (
     VOCABULARY,
     Recorder,
+    SaveAfter,
     batches,
+    largest_difference,
     make_trainer,
     rows,
     whole,
@@ -85,10 +86,6 @@ def states(module: Experts) -> dict[tuple[str, str], torch.Tensor]:
     (optimizer,), names = module.trainer.optimizers, {p: name for name, p in module.named_parameters()}
     kept = {(names[p], key): value for p, state in optimizer.state.items() for key, value in state.items()}
     return {place: whole(value) for place, value in kept.items() if isinstance(value, torch.Tensor)}
-
-
-def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items())
 
 
 @pytest.mark.parametrize(
