@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_automodel import DDPStrategy, FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Pool, RankFailed
+from tests.support.families import tiny_model
+from tests.support.marks import with_long
 from tests.support.training import make_trainer
 
 VOCABULARY, LENGTH = 29, 12
@@ -86,10 +88,18 @@ def differentiate(model: Any, objective: str) -> dict[str, Tensor]:
     return {"objective": value.detach(), **gradients}
 
 
-def on_ranks(sizes: dict[str, int], switches: dict[str, Any], objective: str) -> dict[str, Tensor]:
+def on_ranks(
+    sizes: dict[str, int], switches: dict[str, Any], objective: str, family: str | None = None
+) -> dict[str, Tensor]:
     """Runs on each rank."""
-    model = parallelize(build(), build_mesh(resolve_sizes(2, **sizes), "cpu"), FSDP2Config(**switches))
+    model = build() if family is None else of_family(family)
+    model = parallelize(model, build_mesh(resolve_sizes(2, **sizes), "cpu"), FSDP2Config(**switches))
     return differentiate(model, objective)
+
+
+def of_family(family: str) -> Any:
+    """Build a tiny model in float64; the grouped products of experts know no such numbers."""
+    return tiny_model(family, experts="eager").double().train()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -98,6 +108,19 @@ def test_as_on_one_process(switches: dict[str, Any], objective: str, pool2: Pool
     expected = differentiate(build(), objective)
     assert len(expected) > 15
     for found in pool2.run(on_ranks, {"tp": 2}, switches, objective):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+FAMILIES = with_long(
+    ["deepseek_v3", "gemma3_text", "mixtral", "doge", "glm4_moe", "nemotron", "olmo2", "qwen2_5_vl", "qwen3_5_text"],
+    *["doge", "glm4_moe", "mixtral", "nemotron", "olmo2", "qwen2_5_vl", "qwen3_5_text"],
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, pool2: Pool) -> None:
+    expected = differentiate(of_family(family), "parameters")
+    for found in pool2.run(on_ranks, {"tp": 2}, {"sequence_parallel": True}, "parameters", family):
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
