@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 BUILD = Path("build/vision")
@@ -32,18 +33,10 @@ def main() -> None:
     sys.exit(subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}).returncode)
 
 
-def make_model(directory: Path) -> None:
-    """Writes a small random Llava with its processor: the stand-in for a model that one would download."""
-    import torch
+def make_processor() -> Any:
+    """Builds a processor that knows bytes, and images as four tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-        PreTrainedTokenizerFast,
-    )
+    from transformers import LlavaProcessor, PreTrainedTokenizerFast
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     bytes_only = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -51,16 +44,24 @@ def make_model(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "extra_special_tokens": {"image_token": "<image>"}}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    processor = LlavaProcessor(
+    return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
-        tokenizer=wrapped,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
         patch_size=SIDE // 2,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
+
+
+def make_model(directory: Path) -> None:
+    """Writes a small random Llava with its processor: the stand-in for a model that one would download."""
+    import torch
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    processor = make_processor()
     processor.save_pretrained(directory)
+    tokenizer = processor.tokenizer
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     config = LlavaConfig(
@@ -74,11 +75,11 @@ def make_model(directory: Path) -> None:
             num_key_value_heads=2,
             max_position_embeddings=512,
             bos_token_id=None,
-            eos_token_id=wrapped.eos_token_id,
-            pad_token_id=wrapped.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
             **sizes,
         ),
-        image_token_index=wrapped.convert_tokens_to_ids("<image>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=4,
         vision_feature_layer=-1,
     )

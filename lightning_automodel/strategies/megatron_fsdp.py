@@ -29,6 +29,7 @@ from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_I
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.submodels import (
+    Submodel,
     check_switches_find_work,
     find_submodels,
     refuse_prompts,
@@ -152,14 +153,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         refuse_single_tokens(module)
         submodels = find_submodels(module)
         check_switches_find_work(self.config, [submodel.module for submodel in submodels])
-        originals: list[dict[str, Tensor]] = []
-        for submodel in submodels:
-            if submodel.is_sharded:
-                raise ValueError(f"{submodel.name} was made parallel by FSDP2TPStrategy; build a new LightningModule")
-            if not building.is_split(submodel.module):
-                self._split_in_memory(submodel.module)
-            broadcast_weights(submodel.module, self.device_mesh)  # what files lack, or nobody has seeded
-            originals.append(building.finish_split(submodel.module, self._axes.tp, self._dtypes))
+        originals = [self._split_submodel(submodel) for submodel in submodels]
         vars(module)[_MESH] = self.device_mesh
         vars(module)[_SHARDED] = ShardedModules(
             [submodel.module for submodel in submodels],
@@ -176,6 +170,14 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def check_replicas(self, module: "pl.LightningModule") -> None:
         check_replicas(module, self._sharded.replicas)
+
+    def _split_submodel(self, submodel: Submodel) -> dict[str, Tensor]:
+        if submodel.is_sharded:
+            raise ValueError(f"{submodel.name} was made parallel by FSDP2TPStrategy; build a new LightningModule")
+        if not building.is_split(submodel.module):
+            self._split_in_memory(submodel.module)
+        broadcast_weights(submodel.module, self.device_mesh)  # what files lack, or nobody has seeded
+        return building.finish_split(submodel.module, self._axes.tp, self._dtypes)
 
     def _split_in_memory(self, model: nn.Module) -> None:
         with values_aside(model):
