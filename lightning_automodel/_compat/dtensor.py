@@ -39,6 +39,22 @@ part of a DTensor (in ``p.grad.norm()`` of the rows that it holds), and has no p
 """
 
 
+@functools.cache
+def tell_of_copied_views(tell: Callable[[str], None]) -> None:
+    """Call ``tell(operation)`` from now on where what torch takes for a view of a DTensor (a slice, a row) is a copy,
+    because the tensor was gathered for it. torch does so without a word, where a plain view would write through.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    original = dispatcher.redistribute_local_args
+
+    def redistribute(op_info: Any, suggested: Any, *args: Any) -> Any:
+        if suggested.op.is_view and op_info.flat_args_schema[0] != suggested.args_schema[0]:
+            tell(str(suggested.op))
+        return original(op_info, suggested, *args)
+
+    dispatcher.redistribute_local_args = redistribute
+
+
 def dtensor_from(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:

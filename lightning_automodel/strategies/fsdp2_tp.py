@@ -24,6 +24,7 @@ from lightning_automodel.loading.placeholders import reserve
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.copied_views import warn_of_copied_views
 from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
 from lightning_automodel.parallel.hooks_of_users import find_hook_after_accumulation, refuse_hooks_after_accumulation
 from lightning_automodel.parallel.layer_config import config_for
@@ -209,6 +210,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        warn_of_copied_views()
         name = find_hook_after_accumulation(self._module)
         self._runs_hooks = name is not None
         if name is not None and self.config.defer_fsdp_grad_sync:

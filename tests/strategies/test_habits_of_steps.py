@@ -3,17 +3,19 @@ norms by hand, hooks that come late.
 """
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
-from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters
+from tests.support.training import VOCABULARY, Recorder, batches, make_trainer, tiny_llama, whole_parameters
 
 LAYOUT_NAMES = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-dp2-tp2")
 
@@ -146,6 +148,37 @@ def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery:
             check_gradients(expected, found)
         for name, value in one["parameters"].items():
             torch.testing.assert_close(many["parameters"][name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+class FrozenRows(Noted):
+    """Trains new tokens only: one way that one process has, which is lost on shards, and one that is not."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.model.model.embed_tokens.weight.grad
+        gradient[:30].zero_()
+        mask = (torch.arange(VOCABULARY) >= 30).float().unsqueeze(1).expand(gradient.shape).contiguous()
+        gradient.mul_(distribute_tensor(mask, gradient.device_mesh, gradient.placements, src_data_rank=None))
+        super().on_before_optimizer_step(optimizer)
+
+
+def of_frozen_rows() -> tuple[list[str], float]:
+    """Runs on each rank: what is said, and the norm of gradients of rows that do not train."""
+    module = FrozenRows()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer({"dp_shard": 2}, max_epochs=1).fit(module, batches(2))
+    said = [str(warning.message) for warning in caught if "is a copy" in str(warning.message)]
+    return said, float(module.gradients[0]["model.model.embed_tokens.weight"][:30].norm())
+
+
+def test_a_slice_that_is_a_copy_is_named(pool2: Pool) -> None:
+    ranks = pool2.run(of_frozen_rows, trainer=True)
+    (said,) = ranks[0][0]
+    assert said.startswith("aten.slice.Tensor of a sharded tensor is a copy of what all ranks hold")
+    assert [norm for _, norm in ranks] == [0, 0]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
