@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -76,7 +75,9 @@ def causal_lm_loss(
         )
     if num_items_in_batch is None:
         return total / count_targets(targets, ignore_index)
-    return total / torch.as_tensor(num_items_in_batch, device=total.device)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
 
 
 def masked_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:

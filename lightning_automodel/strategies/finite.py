@@ -153,12 +153,16 @@ def can_defer(optimizer: Optimizer) -> bool:
 
 def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:
     """Mark gradients that are not finite on this rank: [parameters], 0 or 1."""
-    vector = torch.zeros(len(parameters), device=device)
     locals_ = {i: to_local_if_dtensor(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
     filled = {i: g for i, g in locals_.items() if g.numel()}
-    if filled:
-        vector[torch.tensor(list(filled), device=vector.device)] = (~_all_finite(list(filled.values()))).float()
-    return vector
+    if not filled:
+        return torch.zeros(len(parameters), device=device)
+    flags = (~_all_finite(list(filled.values()))).float()
+    if len(filled) == len(parameters):
+        return flags
+    # Stacked, because indices would be copied to the device, and the host would wait.
+    by_place, none = dict(zip(filled, flags.unbind(), strict=True)), torch.zeros((), device=flags.device)
+    return torch.stack([by_place.get(i, none) for i in range(len(parameters))])
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_automodel.strategies import precision
 from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
+from tests.support.waiting import Moves, played_cuda
 
 STEPS, BAD = 4, 2
 
@@ -130,3 +131,19 @@ def test_one_element_of_any_dtype_is_seen(dtype: torch.dtype, value: float) -> N
     module.parts[3].grad[7, 39] = value
     finding = FiniteGuard("error").inspect(torch.optim.SGD(module.parameters(), lr=1.0), module)
     assert finding.vector.tolist() == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("has_gradient", [(True, True, True), (True, False, True), (False, False, False)], ids=str)
+def test_the_host_does_not_wait_for_what_is_found(has_gradient: tuple[bool, ...]) -> None:
+    module = L.LightningModule()
+    module.trainer = L.Trainer(accelerator="cpu", barebones=True)
+    with played_cuda():
+        parameters = [torch.nn.Parameter(torch.zeros(3, device="cuda")) for _ in has_gradient]
+        for parameter, has in zip(parameters, has_gradient, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if has else None
+        guard, optimizer = FiniteGuard("error"), torch.optim.AdamW(parameters)
+        guard.record(torch.zeros((), device="cuda"))
+        with Moves() as moves:
+            guard.defer(guard.inspect(optimizer, module), optimizer)
+    assert optimizer.found_inf.shape == ()
+    assert not moves.found
