@@ -169,7 +169,8 @@ class CausalLM(L.LightningModule):
         is_shown = bar is not None and not hasattr(bar, "reads_logged_metrics")
         self.log("train/loss", (loss_sum / targets.clamp(min=1)).float(), prog_bar=is_shown)
         self.log("train/tokens", self._tokens_seen.float())
-        self.log("lr", optimizer.param_groups[0]["lr"], prog_bar=is_shown)
+        # A tensor stays where it is; Lightning copies a number to the device in every step, and waits for it.
+        self.log("lr", torch.as_tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64), prog_bar=is_shown)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
