@@ -49,6 +49,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+def backward_hooks_of(module: nn.Module) -> list[Any]:
+    """Returns what runs before and after the backward pass of ``module``."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
 def lay_hooks_in_order(module: nn.Module) -> None:
     """Stores the hooks around the forward pass of ``module`` in the order in which they run, prepended ones first."""
     tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)

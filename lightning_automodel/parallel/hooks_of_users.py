@@ -1,12 +1,12 @@
 """Hooks that a user put on a model before it was made parallel: those that would see a part, or never run."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import gradient_hooks_of, hooks_after_accumulation, hooks_of
+from lightning_automodel._compat.modules import backward_hooks_of, gradient_hooks_of, hooks_after_accumulation, hooks_of
 from lightning_automodel.distributed.logs import warn_once
 
 _LIBRARIES = (
@@ -15,6 +15,7 @@ _LIBRARIES = (
 )
 
 
+_PARTS = "_where_hooks_see_parts"
 _INSTEAD = (
     "change gradients in on_before_optimizer_step of the LightningModule (before clipping: in on_after_backward of the "
     "last micro-batch), or use DDPStrategy"
@@ -50,22 +51,41 @@ def refuse_hooks_after_accumulation(model: nn.Module, why: str) -> None:
         raise ValueError(f"{name} has a hook (register_post_accumulate_grad_hook): {why}; {_INSTEAD}")
 
 
-def warn_of_parts(model: nn.Module, seeing_parts: Iterable[str], why: str) -> None:
-    """Warn once of forward hooks that will see a rank's part of what they see on one process.
+def warn_of_parts(model: nn.Module, seeing_parts: Sequence[str], why: str, boundaries: Sequence[str] = ()) -> None:
+    """Warn once of hooks that will see a rank's part of what they see on one process.
 
     Args:
-        model: with the hooks of its user, and none of ours yet.
+        model: with the hooks of its user; :func:`warn_of_later_hooks` looks again.
         seeing_parts: names of modules inside of which, or behind which, values are split.
         why: what splits them.
+        boundaries: names of modules whose gradients are summed over ranks when they have left their hooks.
     """
-    names = [name for name in seeing_parts if any(map(_is_of_user, hooks_of(model.get_submodule(name))))]
-    if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, boundaries))
+    forward = [name for name in seeing_parts if any(map(_is_of_user, hooks_of(model.get_submodule(name))))]
+    around = dict.fromkeys([*boundaries, *seeing_parts])
+    backward = [name for name in around if any(map(_is_of_user, backward_hooks_of(model.get_submodule(name))))]
+    if forward:
         warn_once(
-            f"{names[0]}{others}: a forward hook of yours will see a rank's part of the values there ({why}); what it "
+            f"{_first(forward)}: a forward hook of yours will see a rank's part of the values there ({why}); what it "
             "computes from them is not what one process computes. Outputs of whole attention and feed-forward layers "
             "are whole"
         )
+    if backward:
+        warn_once(
+            f"{_first(backward)}: a backward hook of yours will see a rank's part of the gradients there ({why}); what "
+            "it computes from them is not what one process computes. Gradients of whole blocks are whole"
+        )
+
+
+def warn_of_later_hooks(module: nn.Module) -> None:
+    """Look again at the models in ``module`` that were made parallel: hooks may have come since."""
+    for model in module.modules():
+        for seeing_parts, why, boundaries in vars(model).pop(_PARTS, ()):
+            warn_of_parts(model, seeing_parts, why, boundaries)
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
 def _is_of_user(hook: Any) -> bool:

@@ -23,7 +23,7 @@ from lightning_automodel._compat.lightning import (
     optimizers_to_device,
 )
 from lightning_automodel._compat.modules import have_gradient_hooks
-from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
+from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
@@ -186,6 +186,7 @@ class SharedHooks(SavingStrategy):
         begin_next_epoch(self._trainer)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()
+        warn_of_later_hooks(self._module)
         self._agreement.start()
         self.return_gradients()
         tell_start(self._trainer, self._module, self.sizes, self.config)

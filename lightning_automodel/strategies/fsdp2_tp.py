@@ -26,7 +26,10 @@ from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.copied_views import warn_of_copied_views
 from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
-from lightning_automodel.parallel.hooks_of_users import find_hook_after_accumulation, refuse_hooks_after_accumulation
+from lightning_automodel.parallel.hooks_of_users import (
+    find_hook_after_accumulation,
+    refuse_hooks_after_accumulation,
+)
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts

@@ -184,6 +184,18 @@ class HookedInside(Noted):
             module.register_forward_hook(lambda module, args, output: None)
 
 
+class HookedInsideLater(HookedInside):
+    """The same, and backward hooks of a layer as a whole and of a block, when the model is parallel already."""
+
+    def change(self) -> None:
+        pass
+
+    def on_fit_start(self) -> None:
+        HookedInside.change(self)
+        for module in (self.model.model.layers[0].mlp, self.model.model.layers[1]):
+            module.register_full_backward_hook(lambda module, entered, left: None)
+
+
 def warnings_of(kind: type[nn.Module]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -195,3 +207,6 @@ def test_hooks_that_see_a_part_are_named(pool2: Pool) -> None:
     (found,) = pool2.run(warnings_of, HookedInside, trainer=True)[0]
     assert found.startswith("model.layers.0.mlp.up_proj and 1 more: a forward hook of yours")
     assert pool2.run(warnings_of, Hooked, trainer=True)[0] == []
+    forward, backward = pool2.run(warnings_of, HookedInsideLater, trainer=True)[0]
+    assert forward == found
+    assert backward.startswith("model.layers.0.mlp: a backward hook of yours will see a rank's part of the gradients")

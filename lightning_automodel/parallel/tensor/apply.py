@@ -70,7 +70,7 @@ def apply_tensor_parallel(
         gathered_alone: modules inside of blocks whose own parameters are there only while the module runs.
     """
     why = f"tp={tp_mesh.size()}{', sequence_parallel=True' if layout.sequence else ''}"
-    warn_of_parts(model, _seeing_parts(model, layout), why)
+    warn_of_parts(model, list(_seeing_parts(model, layout)), why, list(layout.boundaries))
     twins = find_twins(model)
     for name, attributes in layout.attributes.items():
         model.get_submodule(name).__dict__.update(attributes)
