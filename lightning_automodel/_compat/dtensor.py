@@ -33,9 +33,26 @@ def _item(op_call: Any, args: Any, kwargs: Any) -> Any:
     return args[0].detach().full_tensor().item()
 
 
-DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _item
+_HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
+_HANDLERS[torch.ops.aten._local_scalar_dense.default] = _item
 """Gives ``float(x)``, ``x.item()`` and ``if x:`` the number of all ranks. torch (2.13) gives each rank that of its own
 part of a DTensor (in ``p.grad.norm()`` of the rows that it holds), and has no public way to change that.
+"""
+
+
+def _equal(op_call: Any, args: Any, kwargs: Any) -> Any:
+    if args[0].shape != args[1].shape:
+        return False
+    del _HANDLERS[op_call]
+    try:
+        return op_call(*args)
+    finally:
+        _HANDLERS[op_call] = _equal
+
+
+_HANDLERS[torch.ops.aten.equal.default] = _equal
+"""Lets ``torch.equal`` answer for tensors of different shapes. torch (2.13) brings them to one placement first, and fails
+where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks for parameters by it.
 """
 
 

@@ -58,6 +58,7 @@ ATTRIBUTES = {
         "_apply",
         "_buffers",
         "_forward_hooks",
+        "_backward_pre_hooks",
         "_forward_pre_hooks",
         "_modules",
         "_non_persistent_buffers_set",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
@@ -117,6 +118,31 @@ class HookedLater(Steps):
         self.model.model.norm.weight.register_post_accumulate_grad_hook(halve)
 
 
+class Unfreezing(BaseFinetuning):
+    """One block more in each epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.model.model.layers)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch:
+            self.unfreeze_and_add_param_group(module.model.model.layers[-epoch], optimizer, lr=0.1)
+
+
+class Unfrozen(Steps):
+    """Lightning's callback looks for parameters in the optimizer, by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other, self.numbers = tiny_llama(), None, []
+
+    def configure_callbacks(self) -> Any:
+        return [Unfreezing()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.3, momentum=0.9)
+
+
 def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     chosen = LAYOUTS[layout] if layout else None
     module = kind()
@@ -132,8 +158,8 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     }
 
 
-KINDS = (InTurn, MeanTeacher, OwnNorms, HookedLater)
-FAST = [(kind, "fsdp2-dp2") for kind in KINDS]
+KINDS = (InTurn, MeanTeacher, OwnNorms, HookedLater, Unfrozen)
+FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Unfrozen, "fsdp2-tp2")]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
