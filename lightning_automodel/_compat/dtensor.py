@@ -51,7 +51,7 @@ def _equal(op_call: Any, args: Any, kwargs: Any) -> Any:
 
 
 _HANDLERS[torch.ops.aten.equal.default] = _equal
-"""Lets ``torch.equal`` answer for tensors of different shapes. torch (2.13) brings them to one placement first, and fails
+"""Lets ``torch.equal`` answer for tensors of different shapes. torch (2.13) brings them to one placement, and fails
 where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks for parameters by it.
 """
 
