@@ -68,6 +68,7 @@ class Stop(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_resume_of_what_was_resumed_at_the_end_of_an_epoch(nursery: Nursery, tmp_path: Path) -> None:
     """Where Lightning would lose count of an epoch, and so train on another order of rows, and one epoch more."""
     alone = Pool(nursery, 1)

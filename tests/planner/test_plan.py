@@ -42,6 +42,7 @@ def test_few_layers_tell_what_many_do(name: str) -> None:
     assert {p: roles.total() for p, roles in few.peaks.items()} == {p: r.total() for p, r in whole.peaks.items()}
 
 
+@pytest.mark.long
 def test_layers_of_two_kinds() -> None:
     """A mixture of experts whose first layers are dense, and one that lists the kinds of its layers."""
     run = Run(sizes=resolve_sizes(64, tp=2), config=FSDP2Config(), sequence_length=32)

@@ -1,15 +1,15 @@
 """What the planner says of a step is what real ranks count: collectives, bytes, FLOPs and memory, layout by layout."""
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_automodel.planner.watch import Watched
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.planner.subjects import LAYOUTS, Real, play_layout, run_really
-
-_kept: dict[int, dict[str, Real]] = {}
+from tests.support.marks import with_long
 
 
 @cache
@@ -17,27 +17,17 @@ def played(name: str, rank: int = 0) -> Watched:
     return play_layout(LAYOUTS[name], rank)
 
 
-def run_all(ranks: int) -> dict[str, Real]:
-    """Every layout of so many ranks, in the same processes."""
-    return {name: run_really(name) for name, layout in LAYOUTS.items() if layout.ranks == ranks}
+@pytest.fixture(scope="module")
+def real(nursery: Nursery) -> Callable[[str], Real]:
+    """What rank 0 counted, by layout; each runs once."""
+    return cache(lambda name: Pool(nursery, LAYOUTS[name].ranks).run(run_really, name, timeout=120)[0])
 
 
-@pytest.fixture
-def real(request: pytest.FixtureRequest) -> Any:
-    """What rank 0 counted, by layout; each number of ranks runs once."""
-
-    def of(name: str) -> Real:
-        ranks = LAYOUTS[name].ranks
-        if ranks not in _kept:
-            pool = request.getfixturevalue(f"pool{ranks}")
-            _kept[ranks] = pool.run(run_all, ranks, timeout=180)[0]
-        return _kept[ranks][name]
-
-    return of
+LONG = ("replicas2-shards2", "dp2-cp2-gathered", "dp4-ep2", "cp2-tp2-sequence")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_played_step_is_a_real_one(real: Any, name: str) -> None:
+@pytest.mark.parametrize("name", with_long(LAYOUTS, *LONG))
+def test_a_played_step_is_a_real_one(real: Callable[[str], Real], name: str) -> None:
     expected, measured = played(name), real(name)
     assert expected.counts == measured.watched.counts
     assert expected.volume == measured.watched.volume
@@ -48,8 +38,11 @@ def test_a_played_step_is_a_real_one(real: Any, name: str) -> None:
         assert expected.peaks["clipping"][role] == size
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("dp2-accumulated", "dp2-tp2-sequence")])
-def test_saved_activations_are_what_autograd_saves(real: Any, name: str) -> None:
+UNSEEN = ("dp2-accumulated", "dp2-tp2-sequence")
+
+
+@pytest.mark.parametrize("name", with_long((name for name in LAYOUTS if name not in UNSEEN), *LONG))
+def test_saved_activations_are_what_autograd_saves(real: Callable[[str], Real], name: str) -> None:
     """By torch's hooks, which see no micro-batches before the last, and nothing in selective checkpointing."""
     saved = played(name).saved
     assert saved["activations"] + saved["head and loss"] == pytest.approx(real(name).saved, rel=0.05)

@@ -231,7 +231,8 @@ def run_watched(tp: int | None, directory: Path) -> dict[str, Any]:
     return {"fits": [first, whole_parameters(module), whole_parameters(resumed)], "norms": module.norms}
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long  # tests/strategies/test_features.py has averages in every run
+@pytest.mark.parametrize("tp", [1, 2])
 def test_averages_norms_and_anomalies(nursery: Nursery, tp: int, tmp_path: Path) -> None:
     expected = Pool(nursery, 1).run(run_watched, None, tmp_path / "one", trainer=True)[0]
     actual = Pool(nursery, 2).run(run_watched, tp, tmp_path / "mesh", trainer=True, timeout=120)[0]

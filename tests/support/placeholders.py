@@ -27,6 +27,10 @@ NOT_RUN = {  # beginnings of command lines
     "make quickstart": "is `make venv` and the quickstart, which runs as README says it",
     "git clone": "needs a network",
     "python -m tests.lightning_suite": "needs the clone of the line above it, and hours",
+    "python -m pip download": "needs a network",
+    "python3 -m pip install -q --no-index": "needs the wheels of the line above it",
+    "export PYTHONPATH=/tmp/site": "is for a machine with a GPU, where the line above it has installed what is there",
+    "export NCCL_SOCKET_IFNAME=lo": "is for the same machine",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2": "needs two nodes; `make faults` plays it",
 }
 
