@@ -1,6 +1,7 @@
 """docs/performance.md: what every benchmark found last, in a sentence each, and the command that finds it."""
 
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -22,19 +23,26 @@ def path_of(name: str) -> Path:
 
 
 def write(names: Iterable[str], minutes: Mapping[str, float]) -> None:
-    """Write the page from the pages of all benchmarks; ``minutes``: of those that ran now."""
-    PAGE.write_text("\n".join(lines(names, minutes)) + "\n")
+    """Write the page from the pages of all benchmarks; ``minutes``: of a run of all, if that was one."""
+    PAGE.write_text("\n".join(lines(names, together(minutes))) + "\n")
 
 
-def lines(names: Iterable[str], minutes: Mapping[str, float]) -> list[str]:
-    """The page, line by line."""
-    total = f" Together they took {sum(minutes.values()):.0f} minutes ({describe_machine()})." if minutes else ""
+def together(minutes: Mapping[str, float]) -> str:
+    """Say how long all took; what the page says of it stays while only some run."""
+    if minutes:
+        return f"Together they took {sum(minutes.values()):.0f} minutes ({describe_machine()})."
+    found = re.search(r"Together they took .*", PAGE.read_text()) if PAGE.exists() else None
+    return found[0] if found else ""
+
+
+def lines(names: Iterable[str], total: str) -> list[str]:
+    """The page, line by line; ``total``: how long all took."""
     result = [
         "# Performance",
         "",
         "What each benchmark found last. The page has the table, with its configuration; the command measures it",
         "again, and writes the page, and its figures as JSON below `benchmarks/results/`. `make bench` runs all.",
-        f"Exactness is another page: [families](families.md).{total}",
+        f"Exactness is another page: [families](families.md). {total}".rstrip(),
         "",
         "| found | page | command |",
         "|---|---|---|",
