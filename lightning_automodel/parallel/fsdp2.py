@@ -53,7 +53,6 @@ from lightning_automodel.parallel.fsdp2_units import (
 )
 from lightning_automodel.parallel.gathered import watch_gathered
 from lightning_automodel.parallel.replica_check import check_replicas_every
-from lightning_automodel.parallel.second_order import refuse_gathered
 from lightning_automodel.parallel.shard_unit import FullyShard, shard_unit
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
 from lightning_automodel.plans import Layout, Plan
@@ -148,7 +147,6 @@ def apply_fsdp2(
     if axes.experts is not None:
         shard_experts(experts, axes, inside, in_float32, offload, freed)
     communicate_over_gloo(model, mesh)
-    refuse_gathered(model)
     watch_gathered(model)
     if towers or reads_more_than_text(model):
         _reduce_what_a_batch_may_lack(model, towers)

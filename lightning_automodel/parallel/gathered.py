@@ -1,18 +1,23 @@
-"""Looks after what an FSDP2 model holds gathered behind a forward pass: copies, which nobody is to change."""
+"""Looks after what an FSDP2 model holds gathered behind a forward pass: copies, which nobody may change or keep."""
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.fsdp2 import disagreeing_parameters, fsdp_units, is_kept_gathered
+from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.parallel.hidden_outputs import awaits_backward
+from lightning_automodel.parallel.hidden_outputs import differentiable
 
 
 def watch_gathered(model: nn.Module) -> None:
-    """Free an FSDP2 root where no backward pass follows its forward pass, and refuse copies that are stale."""
+    """Free an FSDP2 root where no backward pass follows its forward pass, and refuse what would need its copies later:
+    stale ones, and gradients of gradients.
+    """
     model.register_forward_pre_hook(_check_trained, prepend=True)
-    model.register_forward_hook(_free_without_backward)
+    model.register_forward_hook(_look_behind)
 
 
 def _check_trained(model: nn.Module, args: tuple) -> None:
@@ -25,13 +30,30 @@ def _check_trained(model: nn.Module, args: tuple) -> None:
         )
 
 
-def _free_without_backward(model: nn.Module, args: tuple, output: Any) -> None:
-    """Free a model that was called to be read (a teacher, a model that others train against): a forward hook.
+def _look_behind(model: nn.Module, args: tuple, output: Any) -> None:
+    """Look whether a backward pass follows: a forward hook."""
+    if not (begins := differentiable(output)):
+        _free(model)
+    elif not torch.compiler.is_compiling():
+        register_multi_grad_hook(begins, _check_order, mode="any")
+
+
+def _free(model: nn.Module) -> None:
+    """Free a model that was called to be read (a teacher, a model that others train against).
 
     What is gathered is a copy: it would not notice that ``requires_grad`` of a parameter changes before the next
     forward pass, and changes of its values by hand would be lost.
     """
-    if not awaits_backward(output):
-        for unit in fsdp_units(model):
-            if not is_kept_gathered(unit):
-                unit.reshard()
+    for unit in fsdp_units(model):
+        if not is_kept_gathered(unit):
+            unit.reshard()
+
+
+def _check_order(grad: Tensor) -> None:
+    """Refuse ``create_graph=True``: the graph of that pass holds parameters that FSDP2 frees behind it.
+
+    On CPU the second pass would end the process, and with parameters kept, embeddings would have no gradient.
+    """
+    refuse_second_order(
+        "a model that FSDP2 shards over data ranks", "use DDPStrategy, or one data rank (tp alone splits it)"
+    )

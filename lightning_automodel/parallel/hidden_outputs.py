@@ -25,20 +25,22 @@ def watch_hidden_outputs(module: nn.Module) -> None:
     module.register_forward_hook(_watch)
 
 
-def awaits_backward(output: Any) -> bool:
-    """Tell whether a backward pass may begin with what a module returned."""
-    return torch.is_grad_enabled() and (_shows_gradients(output) or bool(_hidden(output)))
+def differentiable(output: Any) -> list[Tensor]:
+    """Find the tensors with which a backward pass may begin, in what a module returned, hidden ones too."""
+    if not torch.is_grad_enabled():
+        return []
+    return _shown(output) or _hidden(output)
 
 
 def _watch(module: nn.Module, args: tuple, output: Any) -> None:
-    if isinstance(output, Tensor) or not torch.is_grad_enabled() or _shows_gradients(output):
+    if isinstance(output, Tensor) or not torch.is_grad_enabled() or _shown(output):
         return
     if hidden := _hidden(output):
         watch_outputs(module, hidden)
 
 
-def _shows_gradients(output: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+def _shown(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _hidden(output: Any) -> list[Tensor]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import DDPStrategy, FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -18,23 +17,15 @@ from tests.support.marks import with_long
 from tests.support.training import make_trainer
 
 VOCABULARY, LENGTH = 29, 12
-CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # norms and the loss of the model compute in float32
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # of gradients up to 130; norms and the loss of the model compute in float32
 
 
-def build() -> Any:
-    """Build a Llama in float64 whose attention can be differentiated twice."""
-    config = LlamaConfig(
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).double()
+def build(family: str = "llama") -> Any:
+    """Build a tiny model in float64, whose attention can be differentiated twice.
+
+    The grouped products of experts know no such numbers.
+    """
+    return tiny_model(family, experts="eager").double().train()
 
 
 def tokens(rows: int = 2) -> Tensor:
@@ -89,17 +80,11 @@ def differentiate(model: Any, objective: str) -> dict[str, Tensor]:
 
 
 def on_ranks(
-    sizes: dict[str, int], switches: dict[str, Any], objective: str, family: str | None = None
+    sizes: dict[str, int], switches: dict[str, Any], objective: str, family: str = "llama"
 ) -> dict[str, Tensor]:
     """Runs on each rank."""
-    model = build() if family is None else of_family(family)
-    model = parallelize(model, build_mesh(resolve_sizes(2, **sizes), "cpu"), FSDP2Config(**switches))
+    model = parallelize(build(family), build_mesh(resolve_sizes(2, **sizes), "cpu"), FSDP2Config(**switches))
     return differentiate(model, objective)
-
-
-def of_family(family: str) -> Any:
-    """Build a tiny model in float64; the grouped products of experts know no such numbers."""
-    return tiny_model(family, experts="eager").double().train()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -119,7 +104,7 @@ FAMILIES = with_long(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, pool2: Pool) -> None:
-    expected = differentiate(of_family(family), "parameters")
+    expected = differentiate(build(family), "parameters")
     for found in pool2.run(on_ranks, {"tp": 2}, {"sequence_parallel": True}, "parameters", family):
         torch.testing.assert_close(found, expected, **CLOSE)
 
