@@ -13,8 +13,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
 
 __all__ = ["StridedShard"]
 
@@ -54,6 +55,57 @@ _HANDLERS[torch.ops.aten.equal.default] = _equal
 """Lets ``torch.equal`` answer for tensors of different shapes. torch (2.13) brings them to one placement, and fails
 where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks for parameters by it.
 """
+
+
+_GIVEN_OTHER_DATA = WeakIdKeyDictionary()
+
+
+@functools.cache
+def let_data_be_given() -> None:
+    """Let ``p.data = value`` give a DTensor the values, as it does to a plain tensor: averages of weights, momentum
+    encoders, SAM and others write it so. torch (2.13) changes what the DTensor says of itself, and leaves its memory.
+    """
+    data: Any = Tensor.data
+    DTensor.data = property(data.__get__, functools.partial(_give_data, data.__set__))  # type: ignore[assignment]
+
+
+def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: Any) -> None:
+    if not isinstance(value, DTensor):
+        raise TypeError(
+            "tensor.data = value: the tensor is sharded, and value is a plain one; give its shards: distribute_tensor("
+            "value, tensor.device_mesh, tensor.placements, src_data_rank=None) of torch.distributed.tensor"
+        )
+    if value.shape != tensor.shape:
+        raise ValueError(
+            f"tensor.data = value: the tensor is sharded and has the shape {tuple(tensor.shape)}, and value has "
+            f"{tuple(value.shape)}; shapes can be changed before a model is made parallel, in __init__ for example"
+        )
+    given: Any = value.detach().redistribute(tensor.device_mesh, tensor.placements)
+    describe(tensor, given)
+    tensor._local_tensor, tensor._spec = given._local_tensor.contiguous(), given._spec
+    _GIVEN_OTHER_DATA[tensor] = None
+
+
+def take_given_data(model: nn.Module) -> None:
+    """Let the FSDP2 units in ``model`` gather from what their parameters were given by ``p.data = value``.
+
+    Raises:
+        ValueError: if its dtype is another one, which a unit cannot change.
+    """
+    if not _GIVEN_OTHER_DATA:
+        return
+    for unit in fsdp_units(model):
+        for held in (held for group in parameter_groups(unit) for held in group.fsdp_params):
+            if held.sharded_param not in _GIVEN_OTHER_DATA:
+                continue
+            if held.sharded_param.dtype != held._sharded_param_data.dtype:
+                raise ValueError(
+                    f"parameter.data = value changed {held._sharded_param_data.dtype} of a sharded parameter into "
+                    f"{held.sharded_param.dtype}; the precision of the trainer is the way to train in another dtype"
+                )
+            unit.reshard()
+            held.reset_sharded_param()
+            del _GIVEN_OTHER_DATA[held.sharded_param]
 
 
 @functools.cache

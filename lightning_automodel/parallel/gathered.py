@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from lightning_automodel._compat.dtensor import take_given_data
 from lightning_automodel._compat.fsdp2 import disagreeing_parameters, fsdp_units, is_kept_gathered
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.structure import class_names
@@ -17,7 +18,13 @@ def watch_gathered(model: nn.Module) -> None:
     stale ones, and gradients of gradients.
     """
     model.register_forward_pre_hook(_check_trained, prepend=True)
+    model.register_forward_pre_hook(_take_data, prepend=True)
     model.register_forward_hook(_look_behind)
+
+
+def _take_data(model: nn.Module, args: tuple) -> None:
+    """Gather what a user gave parameters by ``p.data = value``: a forward pre-hook."""
+    take_given_data(model)
 
 
 def _check_trained(model: nn.Module, args: tuple) -> None:

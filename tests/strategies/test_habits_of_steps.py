@@ -16,7 +16,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
-from tests.support.training import VOCABULARY, Recorder, batches, make_trainer, tiny_llama, whole_parameters
+from tests.support.training import HIDDEN, VOCABULARY, Recorder, batches, make_trainer, tiny_llama, whole_parameters
 
 LAYOUT_NAMES = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-dp2-tp2")
 
@@ -82,6 +82,33 @@ class MeanTeacher(Steps):
             for mine, other in zip(self.model.parameters(), self.other.parameters(), strict=True):
                 other.mul_(0.7)
                 other.add_(mine, alpha=0.3)
+
+
+class MomentumEncoder(MeanTeacher):
+    """The same, by giving its parameters other data, as MoCo and BYOL do."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mine, other in zip(self.model.parameters(), self.other.parameters(), strict=True):
+            other.data = other.data * 0.7 + mine.data * 0.3
+
+
+class Sharpened(Steps):
+    """Reads its loss elsewhere behind each batch: weights go to a point along the gradient and back, as in SAM."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        before = [parameter.data for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data = parameter.data + 10 * parameter.grad  # type: ignore[operator]
+            parameter.grad.data = parameter.grad.data / 2  # type: ignore[union-attr]
+        with torch.no_grad():
+            loss = self.model(input_ids=torch.arange(12).view(2, 6), labels=torch.arange(12).view(2, 6)).loss
+        self.numbers.append(float(loss))
+        for parameter, data in zip(self.parameters(), before, strict=True):
+            parameter.data = data
 
 
 class OwnNorms(Steps):
@@ -158,8 +185,8 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     }
 
 
-KINDS = (InTurn, MeanTeacher, OwnNorms, HookedLater, Unfrozen)
-FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Unfrozen, "fsdp2-tp2")]
+KINDS = (InTurn, MeanTeacher, MomentumEncoder, Sharpened, OwnNorms, HookedLater, Unfrozen)
+FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
@@ -174,6 +201,30 @@ def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery:
             check_gradients(expected, found)
         for name, value in one["parameters"].items():
             torch.testing.assert_close(many["parameters"][name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is refused of data that a parameter is given ---------------------------------------------------------------
+
+
+def refuse_data() -> list[str]:
+    module = Recorder()
+    make_trainer({"dp_shard": 2}, max_steps=1).fit(module, batches(2))
+    parameter = module.model.model.norm.weight
+    found = []
+    for value in (torch.zeros(HIDDEN), parameter.data[:3]):
+        with pytest.raises((TypeError, ValueError), match=r"tensor\.data = value") as caught:
+            parameter.data = value
+        found.append(str(caught.value))
+    parameter.data = parameter.data.double()
+    with pytest.raises(ValueError, match="precision of the trainer"):
+        module.model(input_ids=torch.zeros(1, 6, dtype=torch.long))
+    return found
+
+
+def test_data_that_does_not_fit_is_refused(pool2: Pool) -> None:
+    for plain, short in pool2.run(refuse_data, trainer=True):
+        assert "distribute_tensor(value" in plain
+        assert f"({HIDDEN},), and value has (3,)" in short
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
