@@ -80,7 +80,7 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
             f"tensor.data = value: the tensor is sharded and has the shape {tuple(tensor.shape)}, and value has "
             f"{tuple(value.shape)}; shapes can be changed before a model is made parallel, in __init__ for example"
         )
-    given: Any = value.detach().redistribute(tensor.device_mesh, tensor.placements)
+    given: Any = value.redistribute(tensor.device_mesh, tensor.placements).detach()
     describe(tensor, given)
     tensor._local_tensor, tensor._spec = given._local_tensor.contiguous(), given._spec
     _GIVEN_OTHER_DATA[tensor] = None
