@@ -8,6 +8,11 @@ def use_raw_parameters(wrapper: Any) -> None:
     wrapper._replace_param_with_raw_if_needed()
 
 
+def use_parameters_of_optimizer(wrapper: Any) -> None:
+    """Put the parameters that the optimizer has in place; the library does so behind a backward pass."""
+    wrapper._replace_param_with_distributed_if_needed()
+
+
 def remove_root_hooks(wrapper: Any) -> int:
     """Take away the hooks by which the library finds the beginning of a backward pass: they see tensors only, no dicts.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -116,6 +117,17 @@ def holders_of(memory: torch.UntypedStorage) -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of the running backward pass. FSDP2 does the same; there is no public way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_accumulated_now(parameter: Tensor) -> bool:
+    """Tell whether the running backward pass adds to ``parameter.grad``; one of ``torch.autograd.grad`` does not.
+
+    torch tells its own hooks of several gradients, and only them.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch.autograd.grad was asked for this very gradient
+        return False
 
 
 def assert_async(condition: Tensor, message: str) -> None:

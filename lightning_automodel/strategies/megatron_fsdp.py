@@ -37,7 +37,7 @@ from lightning_automodel.strategies.submodels import (
     unwrap_compiled_children,
 )
 
-_SHARDED = "_sharded_by_megatron_fsdp"
+_PASSES = "_passes_of_megatron_fsdp"
 _MESH = "_mesh_of_megatron_fsdp"
 
 
@@ -92,7 +92,6 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp}
         fixed = tp * (dp if isinstance(dp, int) else 1)
         resolve_sizes(fixed, tp=tp, dp_shard=dp)
-        self._is_blocked = False
 
     @override
     def check_gradient_hooks(self) -> None:
@@ -138,11 +137,12 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
+        from lightning_automodel.parallel.megatron_fsdp.passes import Passes
         from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 
         unwrap_compiled_children(module)
         refuse_prompts(module, self.sizes.tp)
-        if self._sharded is not None:
+        if self._passes is not None:
             _check_mesh(vars(module)[_MESH], self.device_mesh)
             return
         if self.precision_plugin.precision == "16-mixed":
@@ -155,17 +155,13 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         check_switches_find_work(self.config, [submodel.module for submodel in submodels])
         originals = [self._split_submodel(submodel) for submodel in submodels]
         vars(module)[_MESH] = self.device_mesh
-        vars(module)[_SHARDED] = ShardedModules(
-            [submodel.module for submodel in submodels],
-            self._axes.data,
-            self._axes.tp,
-            self.config,
-            self._dtypes,
-            self.root_device,
-            originals,
+        modules = [submodel.module for submodel in submodels]
+        sharded = ShardedModules(
+            modules, self._axes.data, self._axes.tp, self.config, self._dtypes, self.root_device, originals
         )
+        vars(module)[_PASSES] = Passes(sharded, modules)
         if self.config.check_replicas_every_n_steps is not None:
-            check_replicas_every(module, self.config.check_replicas_every_n_steps, vars(module)[_SHARDED].replicas)
+            check_replicas_every(module, self.config.check_replicas_every_n_steps, sharded.replicas)
 
     @override
     def check_replicas(self, module: "pl.LightningModule") -> None:
@@ -200,13 +196,18 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         )
 
     @property
+    def _passes(self) -> Any:
+        return vars(self._module).get(_PASSES)
+
+    @property
     def _sharded(self) -> Any:
-        return vars(self._module).get(_SHARDED)
+        return self._passes.sharded
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         self.precision_plugin.clip_norm = self._sharded.clip
+        self.precision_plugin.around_backward = self._passes.backward
 
     @override
     def model_to_device(self) -> None:
@@ -223,21 +224,11 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Marks backward passes as part of a window of micro-batches that is not complete, within this context."""
-        self._is_blocked = True
+        self._passes.is_accumulating = True
         try:
             yield
         finally:
-            self._is_blocked = False
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        self._sharded.begin_backward(is_last=not self._is_blocked)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self._sharded.end_backward()
-        super().post_backward(closure_loss)
+            self._passes.is_accumulating = False
 
     @override
     def on_validation_end(self) -> None:

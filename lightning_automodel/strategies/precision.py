@@ -1,6 +1,7 @@
 """Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction, equal under all strategies."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -55,6 +56,8 @@ class FSDP2Precision(Precision):
         self.scaler: AgreedGradScaler | None = None
         self.guard = FiniteGuard("ignore")
         self.clip_norm: Callable[[Iterable[Tensor], float], Tensor] = clip_grad_norm_
+        self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Surrounds autograd's work alone; hooks before and behind it (``on_after_backward``) are outside."""
         self.norm: Tensor | None = None
         """Of the gradients that were clipped last, before that: on the device, nobody has waited for it."""
 
@@ -77,6 +80,14 @@ class FSDP2Precision(Precision):
         else:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs the backward pass."""
+        with self.around_backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 The library's wrapper is not in the module tree, so names stay; it is told by hooks what it would see as a wrapper::
 
-    forward pass               parameters that the optimizer has changed become those that compute
+    begin_forward              parameters that the optimizer has changed become those that compute
     begin_backward             clears what zero_grad cleared; says whether this micro-batch ends the window
     end_backward               the window's end: gradients are reduced, parameters become those that the optimizer has
 """
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_automodel._compat.megatron_fsdp import remove_root_hooks, use_raw_parameters
+from lightning_automodel._compat.megatron_fsdp import (
+    remove_root_hooks,
+    use_parameters_of_optimizer,
+    use_raw_parameters,
+)
+from lightning_automodel._compat.tensors import version_of
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.distributed.boxes import Box, boxes_at
@@ -36,6 +41,10 @@ _MESH = ("dp", "tp")
 
 class ShardedModules:
     """Modules that the library shards together.
+
+    Attributes:
+        units: classes of modules that are gathered and freed as one.
+        trained: the parameters that compute, and have gradients.
 
     Args:
         modules: called as a whole each; plain parameters, real values.
@@ -61,7 +70,8 @@ class ShardedModules:
         self._dp_mesh, self._tp_mesh = dp_mesh, tp_mesh
         container = nn.ModuleDict({str(i): module for i, module in enumerate(modules)})
         slices = {name: slice_of(p) for name, p in container.named_parameters()}
-        self.wrapper = _shard(container, dp_mesh, config, dtypes, device)
+        units = unit_classes(container, config.megatron_fsdp_unit_modules)
+        self.wrapper = _shard(container, dp_mesh, config, dtypes, device, units)
         for name, found in slices.items():
             if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
                 sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
@@ -71,21 +81,34 @@ class ShardedModules:
         starts = self._describe(slices)
         if dtypes.main is not None:
             self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
-        for module in modules:
-            # Before the library's own hook, which gathers what it finds in place.
-            module.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._window_is_closed = True
+        self.units = tuple(units)
+        self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
+        self._window_is_closed = self._is_outdated = True
+        self._writes_seen = 0
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+    def begin_forward(self) -> None:
+        """Puts the parameters that compute in place, with the values that those of the optimizer have now."""
         if self.wrapper.is_param_fsdp_distributed:
-            # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
-            self.wrapper.install_optimized_model_weights()
-            self.wrapper.synchronize_param_gather()
+            if self._is_outdated or self._writes() != self._writes_seen:
+                # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute
+                # follow.
+                self.wrapper.install_optimized_model_weights()
+                self.wrapper.synchronize_param_gather()
+                self._is_outdated = False
             use_raw_parameters(self.wrapper)
+
+    def end_forward(self, is_trained: bool) -> None:
+        """Puts the parameters of the optimizer in place, where others are freed or what is written into them is lost.
+
+        Args:
+            is_trained: a backward pass may follow, in which parameters that are not freed have gradients.
+        """
+        if self.config.zero_dp_strategy == 3 or not is_trained:
+            self._use_those_of_optimizer()
 
     def begin_backward(self, is_last: bool) -> None:
         """Prepares the library for a backward pass.
@@ -101,6 +124,7 @@ class ShardedModules:
             self._refuse_changes_of_what_trains()
             self._follow_zero_grad()
         self._window_is_closed = False
+        use_raw_parameters(self.wrapper)
         self.wrapper.is_last_microbatch = is_last
         # The library's own hook stands on outputs that are tensors, tuples or lists.
         self.wrapper.pre_backward()
@@ -108,11 +132,22 @@ class ShardedModules:
     def end_backward(self) -> None:
         """Finishes a backward pass of the library."""
         self.wrapper.post_backward()
+        self._is_outdated = True  # from the next step on
         if self.wrapper.is_last_microbatch:
             self.wrapper.finish_grad_sync()
             self._window_is_closed = True
             if self.config.check_for_nan_in_grad:
                 self._check_finite()
+        else:
+            self._use_those_of_optimizer()
+
+    def _use_those_of_optimizer(self) -> None:
+        use_parameters_of_optimizer(self.wrapper)
+        self._writes_seen = self._writes()
+
+    def _writes(self) -> int:
+        """Count writes to the optimizer's parameters, but those by ``parameter.data``, which torch does not count."""
+        return sum(version_of(p) + version_of(_local(p.detach())) for p in self._parameters.values())
 
     def _trained_now(self) -> set[tuple[str, str]]:
         """Name what trains, among the parameters that compute and among those that the optimizer has."""
@@ -166,6 +201,7 @@ class ShardedModules:
     def after_evaluation(self) -> None:
         """Frees what forward passes without a backward pass left gathered; parameters are those of the optimizer."""
         self.wrapper.synchronize_param_gather()
+        self._is_outdated = True
 
     def replicas(self, _: nn.Module) -> Iterator[Replicas]:
         """Yield what is to be equal over tp (cut differently over dp, perhaps), and without sharding over dp."""
@@ -262,6 +298,7 @@ def _shard(
     config: MegatronFSDPConfig,
     dtypes: Dtypes,
     device: torch.device,
+    units: list[type[nn.Module]],
 ) -> MegatronFSDP:
     mesh = _library_mesh(dp_mesh)
     wrapper = fully_shard_model(
@@ -270,7 +307,7 @@ def _shard(
         expt_device_mesh=mesh,  # it takes parameters of modules that are called experts for parts of an expert axis
         dp_shard_dim=_MESH[0],
         tp_dim=_MESH[1],
-        fsdp_unit_modules=unit_classes(module, config.megatron_fsdp_unit_modules),
+        fsdp_unit_modules=units,
         zero_dp_strategy=config.zero_dp_strategy,
         device=device,
         mixed_precision_policy=dtypes.policy(),

@@ -1,0 +1,99 @@
+"""Finds where forward and backward passes of sharded modules begin and end, and says so to Megatron-FSDP.
+
+Which parameters the modules have in place, so that user code in between reads and writes those that last::
+
+    forward pass       that compute: gathered, and freed behind each block at stage 3
+    behind it          the optimizer's, at stage 3 or if no backward pass follows; else still those that compute
+    backward pass      that compute
+    elsewhere          the optimizer's; what is written into them computes from the next forward pass on
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from lightning_automodel._compat.tensors import after_backward, is_accumulated_now
+from lightning_automodel.distributed.second_order import refuse_second_order
+from lightning_automodel.parallel.hidden_outputs import differentiable
+from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
+
+
+class Passes:
+    """Watches the passes of modules that are sharded together.
+
+    Args:
+        sharded: what is told.
+        modules: those modules; any part of them that is not inside of a unit may be called by itself.
+
+    Attributes:
+        is_accumulating: backward passes are of micro-batches that are not the last of their step.
+    """
+
+    def __init__(self, sharded: ShardedModules, modules: Sequence[nn.Module]) -> None:
+        self.sharded = sharded
+        self.is_accumulating = False
+        self._depth = 0
+        self._is_backward = False
+        for module in modules:
+            for part in _outside_of_units(module, sharded.units):
+                # Before the library's own hook, which gathers what it finds in place.
+                part.register_forward_pre_hook(self._enter, prepend=True)
+                part.register_forward_hook(self._leave, always_call=True)
+
+    @contextmanager
+    def backward(self) -> Generator[None, None, None]:
+        """Surrounds one backward pass."""
+        self._begin()
+        yield
+        self._end()
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        self._depth += 1
+        if self._depth == 1 and not self._is_backward:
+            self.sharded.begin_forward()
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or self._is_backward:
+            return
+        begins = differentiable(output)
+        self.sharded.end_forward(is_trained=bool(begins))
+        if begins:
+            register_multi_grad_hook(begins, self._begin_if_called, mode="any")
+
+    def _begin_if_called(self, gradient: Tensor) -> None:
+        """Begin a backward pass that somebody calls as ``loss.backward()``; a hook of outputs."""
+        refuse_second_order(
+            "a model that Megatron-FSDP shards", "use DDPStrategy, or FSDP2TPStrategy with one data rank"
+        )
+        if self._is_backward:
+            return
+        if any(map(is_accumulated_now, self.sharded.trained)):
+            self._begin()
+            after_backward(self._end)
+        else:  # torch.autograd.grad, with respect to inputs
+            self._is_backward = True
+            self.sharded.begin_forward()
+            after_backward(self._leave_gradient)
+
+    def _leave_gradient(self) -> None:
+        self._is_backward = False
+        self.sharded.end_forward(is_trained=True)
+
+    def _begin(self) -> None:
+        self.sharded.begin_backward(is_last=not self.is_accumulating)
+        self._is_backward = True
+
+    def _end(self) -> None:
+        self._is_backward = False
+        self.sharded.end_backward()
+
+
+def _outside_of_units(module: nn.Module, units: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    yield module
+    if not isinstance(module, units):
+        for child in module.children():
+            yield from _outside_of_units(child, units)

@@ -1,0 +1,199 @@
+"""What users do between the passes of modules that Megatron-FSDP shards, with the weights of one device."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lightning_automodel.testing.pool import Pool
+from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
+from tests.support.subjects import gather_part
+from tests.support.training import Descending, Recorder, batches, make_trainer, tiny_llama
+
+
+class ChangesGradients(Recorder):
+    """Freezes norms and halves the rest, as soon as gradients are there."""
+
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.0 if "norm" in name else 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class PlainBackward(Descending):
+    """Calls ``backward`` of the loss itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class TwicePerGraph(Descending):
+    """Goes back through one graph twice."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        with getattr(self.trainer.strategy, "block_backward_sync", torch.enable_grad)():
+            self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss / 2)
+        optimizer.step()
+
+
+class InParts(Descending):
+    """Calls parts of the model, never the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        logits = self.model.lm_head(self.model.model(input_ids=batch[0]).last_hidden_state)
+        return cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+class Adversarial(Descending):
+    """Trains on embeddings that were moved along the gradient of the loss."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().loss(batch)
+        embedding, seen = self.model.get_input_embeddings(), []
+        with embedding.register_forward_hook(lambda module, args, output: seen.append(output)):
+            loss = super().loss(batch)
+        (gradient,) = torch.autograd.grad(loss, seen[0])
+        with embedding.register_forward_hook(lambda module, args, output: output + 0.1 * gradient.sign()):
+            return super().loss(batch)
+
+
+class Shrinks(Descending):
+    """Writes into its weights."""
+
+    def shrink(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.99)
+
+
+class ShrinksBehindBackward(Shrinks):
+    on_after_backward = Shrinks.shrink
+
+
+class ShrinksBehindBatches(Shrinks):
+    on_train_batch_end = Shrinks.shrink
+
+
+class ShrinksBehindValidation(Shrinks):
+    on_validation_epoch_end = on_validation_end = Shrinks.shrink
+
+
+class WithoutGradients(Descending):
+    """Descends along differences of losses."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        losses = []
+        with torch.no_grad():
+            for distance in (0.01, -0.02, 0.01):
+                for parameter in self.parameters():
+                    parameter.add_(torch.ones_like(parameter), alpha=distance)
+                losses.append(self.loss(batch))
+            slope = float(self.trainer.strategy.reduce(losses[0] - losses[1]))  # type: ignore[arg-type]
+            for parameter in self.parameters():
+                parameter.sub_(torch.ones_like(parameter), alpha=slope)
+
+
+class Reads(Descending):
+    """Reads a weight behind the forward pass, and at every end."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.read()
+        return loss
+
+    def read(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.detach().clone() is not None
+
+    on_before_backward = on_after_backward = on_train_batch_end = on_validation_batch_end = read  # type: ignore[assignment]
+
+
+class Averaged(Descending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama()
+
+
+CASES: list[type[Descending] | type[Recorder]] = [
+    ChangesGradients,
+    PlainBackward,
+    TwicePerGraph,
+    InParts,
+    Adversarial,
+    ShrinksBehindBackward,
+    ShrinksBehindBatches,
+    ShrinksBehindValidation,
+    WithoutGradients,
+    Reads,
+    Averaged,
+]
+
+
+def run(strategy: Strategy, data_size: int, case: type[Recorder]) -> dict[str, Any]:
+    module = case()
+    accumulate = 2 if module.automatic_optimization and case is not ChangesGradients else 1
+    average = [callbacks.EMAWeightAveraging(decay=0.5)] if case is Averaged else []
+    settings: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 2, "callbacks": average}
+    make_trainer(strategy, max_epochs=1, **settings).fit(module, batches(data_size), batches(data_size))
+    return {name: gather_part(parameter) for name, parameter in module.named_parameters()}
+
+
+def on_ranks(layout: str) -> list[dict[str, Any]]:
+    return [run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, case) for case in CASES]
+
+
+LONG = ("megatron0-dp2", "megatron1-dp2", "megatron2-dp2", "megatron3-tp2")
+
+
+@pytest.mark.parametrize("layout", with_long(("megatron3-dp2", *LONG), *LONG))
+def test_weights_are_those_of_one_device(layout: str, pool2: Pool) -> None:
+    found = pool2.run(on_ranks, layout, trainer=True)[0]
+    for case, weights in zip(CASES, found, strict=True):
+        expected = run(SingleDeviceStrategy(), 1, case)
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"{case}: {m}")
+
+
+class Penalized(Descending):
+    """Adds the gradient's gradient to its loss."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs = self.model.get_input_embeddings()(batch[0]).detach().requires_grad_()
+        loss = self.model(inputs_embeds=inputs, labels=batch[0]).loss
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def penalize(layout: str) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, Penalized)
+    return str(caught.value)
+
+
+def test_second_order_is_refused(pool2: Pool) -> None:
+    for message in pool2.run(penalize, "megatron3-dp2", trainer=True):
+        assert "create_graph=True: a model that Megatron-FSDP shards gives no gradient of a gradient" in message
