@@ -125,7 +125,7 @@ def is_accumulated_now(parameter: Tensor) -> bool:
     torch tells its own hooks of several gradients, and only them.
     """
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined]
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # torch.autograd.grad was asked for this very gradient
         return False
 
