@@ -145,6 +145,7 @@ ATTRIBUTES = {
     f"{TRAINER}.connectors.logger_connector.logger_connector:_LoggerConnector": ("_current_fx",),
     f"{TRAINER}.connectors.signal_connector:_SignalConnector": ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"),
     "megatron_fsdp.megatron_fsdp:MegatronFSDP": (
+        "_replace_param_with_distributed_if_needed",
         "_replace_param_with_raw_if_needed",
         "_root_pre_backward_hook_handle",
     ),

@@ -12,31 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_fsdp.fully_shard import fully_shard_model
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel._compat.megatron_fsdp import (
-    remove_root_hooks,
     use_parameters_of_optimizer,
     use_raw_parameters,
 )
 from lightning_automodel._compat.tensors import version_of
 from lightning_automodel.config import MegatronFSDPConfig
-from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.distributed.boxes import Box, boxes_at
-from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.distributed.replica_checksums import Replicas
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import scale_
-from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
+from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_classes
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
-
-_MESH = ("dp", "tp")
 
 
 class ShardedModules:
@@ -71,7 +64,7 @@ class ShardedModules:
         container = nn.ModuleDict({str(i): module for i, module in enumerate(modules)})
         slices = {name: slice_of(p) for name, p in container.named_parameters()}
         units = unit_classes(container, config.megatron_fsdp_unit_modules)
-        self.wrapper = _shard(container, dp_mesh, config, dtypes, device, units)
+        self.wrapper = shard(container, dp_mesh, config, dtypes, device, units)
         for name, found in slices.items():
             if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
                 sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
@@ -290,66 +283,6 @@ class ShardedModules:
             copies=copies,
             index=index,
         )
-
-
-def _shard(
-    module: nn.Module,
-    dp_mesh: DeviceMesh,
-    config: MegatronFSDPConfig,
-    dtypes: Dtypes,
-    device: torch.device,
-    units: list[type[nn.Module]],
-) -> MegatronFSDP:
-    mesh = _library_mesh(dp_mesh)
-    wrapper = fully_shard_model(
-        module,
-        device_mesh=mesh,
-        expt_device_mesh=mesh,  # it takes parameters of modules that are called experts for parts of an expert axis
-        dp_shard_dim=_MESH[0],
-        tp_dim=_MESH[1],
-        fsdp_unit_modules=units,
-        zero_dp_strategy=config.zero_dp_strategy,
-        device=device,
-        mixed_precision_policy=dtypes.policy(),
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        sync_model_each_microbatch=False,
-        preproc_state_dict_for_dcp_ckpt=False,
-        report_nan_in_param_grad=config.report_nan_in_param_grad,
-        average_in_collective=config.average_in_collective,
-        disable_bucketing=config.disable_bucketing,
-        calculate_per_token_loss=config.calculate_per_token_loss,
-        keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
-        nccl_ub=config.nccl_ub,
-        fsdp_double_buffer=config.fsdp_double_buffer,
-    )
-    removed = remove_root_hooks(wrapper)
-    log(f"Megatron-FSDP: {removed} hooks at the root are taken away, since begin_backward does their work")
-    return wrapper
-
-
-def unit_classes(module: nn.Module, paths: Sequence[str] | None) -> list[type[nn.Module]]:
-    """Finds the classes that the library gathers as one: those named, else those of the blocks, or of other modules.
-
-    Raises:
-        ValueError: for a path that names nothing.
-    """
-    if paths is not None:
-        return import_classes_from_paths(paths)
-    found: dict[type[nn.Module], None] = {}
-    for child in module.children():
-        blocks = find_blocks(child).values()
-        found.update(dict.fromkeys(type(block) for block in blocks) if blocks else {type(child): None})
-    return list(found)
-
-
-def _library_mesh(dp_mesh: DeviceMesh) -> DeviceMesh:
-    """Makes the mesh that the library wants, with a tp axis of size 1: it would take plain parameters for copies."""
-    alone = keep("alone", lambda: dist.new_subgroups(1)[0])
-    ranks = dist.get_process_group_ranks(dp_mesh.get_group())
-    mesh = torch.tensor(ranks).view(-1, 1)
-    groups = [dp_mesh.get_group(), alone]
-    return DeviceMesh.from_group(groups, dp_mesh.device_type, mesh=mesh, mesh_dim_names=_MESH)
 
 
 def _gather(value: Any, mesh: DeviceMesh) -> list[Any]:
