@@ -1,14 +1,15 @@
 """Private names of DTensor: meshes, placements, shards that wait on the host, who holds a gradient."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, _redistribute
+from torch.distributed.tensor import DTensor, Partial, Replicate, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
@@ -84,6 +85,37 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
     describe(tensor, given)
     tensor._local_tensor, tensor._spec = given._local_tensor.contiguous(), given._spec
     _GIVEN_OTHER_DATA[tensor] = None
+
+
+def average_gradients_of_whole(axes: Iterable[str]) -> None:
+    """Let gradients that reach ``parameter.full_tensor()`` be averaged over the mesh axes ``axes``, as those of the
+    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own.
+
+    Args:
+        axes: of ranks that see different samples.
+    """
+    _DATA_AXES.update(axes)
+    _average_gradients_of_whole()
+
+
+_DATA_AXES: set[str] = set()
+
+
+@functools.cache
+def _average_gradients_of_whole() -> None:
+    original: Any = DTensor.full_tensor
+
+    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> Tensor:
+        mesh = self.device_mesh
+        of_data = [name in _DATA_AXES for name in mesh.mesh_dim_names or ()]
+        ranks = math.prod(size for size, differs in zip(mesh.shape, of_data, strict=False) if differs)
+        if grad_placements is not None or ranks == 1 or not (self.requires_grad and torch.is_grad_enabled()):
+            return original(self, grad_placements=grad_placements)
+        whole = original(self, grad_placements=[Partial() if differs else Replicate() for differs in of_data])
+        whole.register_hook(lambda gradient: gradient / ranks)
+        return whole
+
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
 def take_given_data(model: nn.Module) -> None:

@@ -150,6 +150,20 @@ def pending_gradients(
             yield held.sharded_param, gradient, partial(_own_chunk, mesh=mesh, dim=dim), _groups_of(mesh)
 
 
+def unreduced_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
+    """Find a parameter below ``module`` with a gradient that FSDP2 has not reduced and does not hold for later.
+
+    Returns:
+        the module that has it, and its name there.
+    """
+    for group in (group for unit in fsdp_units(module) for group in parameter_groups(unit) if group.reduce_grads):
+        for held in group.fsdp_params:
+            whole = getattr(held, "_unsharded_param", None)
+            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                return held._module_info.module, held._module_info.param_name
+    return None
+
+
 def _groups_of(mesh: Any) -> list[ProcessGroup]:
     both = (getattr(mesh, name, None) for name in ("shard_process_group", "replicate_process_group"))
     return [group for group in both if group is not None]

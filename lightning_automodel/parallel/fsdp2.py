@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.dtensor import let_data_be_given
+from lightning_automodel._compat.dtensor import average_gradients_of_whole, let_data_be_given
 from lightning_automodel._compat.fsdp2 import (
     fsdp_units,
     holds_several_dtypes,
@@ -77,6 +77,7 @@ class FSDP2Sharding:
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
         let_data_be_given()
+        average_gradients_of_whole(self.axes.data.mesh_dim_names or ())
         if self.sums_gradients(model):
             with concatenated_once():
                 apply_fsdp2(model, self.axes, self.config, self.mp_policy, self.fully_shard_fn)

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -35,6 +35,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
 from lightning_automodel.strategies.submodels import (
     Submodel,
     check_complete,
@@ -236,6 +237,23 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         if output is None or not self.lightning_module.automatic_optimization:  # no backward pass follows
             reshard(self.lightning_module)
         return output
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._module.automatic_optimization:
+            refuse_unreduced(self._module)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._module.automatic_optimization:
+            refuse_unreduced(self._module)
+        return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        explain_use_of_shards(exception)
 
     @override
     def after_evaluation_step(self, output: Any) -> Any:

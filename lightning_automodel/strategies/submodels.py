@@ -62,8 +62,8 @@ def _refuse_shared(submodels: Sequence[Submodel]) -> None:
             if other is not submodel:
                 raise ValueError(
                     f"{submodel.name}.{name} is {other.name}.{first}: two models that are sharded each for itself "
-                    "cannot share a parameter, since either would train a copy; use DDPStrategy, or a model of its own "
-                    "for each"
+                    "cannot share a parameter, since either would train a copy; use DDPStrategy, a parameter "
+                    "of its own for each, or one nn.Module of layers of yours that holds both and is called as a whole"
                 )
 
 
@@ -185,10 +185,19 @@ def _submodels(module: nn.Module, name: str, bare: bool) -> Iterator[Submodel]:
     for parameter_name, _ in () if bare else module.named_parameters(recurse=False):
         raise ValueError(
             f"the parameter {f'{name}.{parameter_name}' if name else parameter_name} belongs to no layer whose forward "
-            "is called, so it cannot be sharded; move it into an nn.Module whose forward uses it"
+            f"is called, so it cannot be sharded; move it into an nn.Module whose forward uses it{_apart(module, name)}"
         )
     for child_name, child in module.named_children():
         yield from _submodels(child, f"{name}.{child_name}" if name else child_name, bare)
+
+
+def _apart(module: nn.Module, name: str) -> str:
+    if not name or _is_parameter_container(module):
+        return ""
+    return (
+        f", and that holds no model of transformers: {name} ({type(module).__name__}) holds one, which is sharded for "
+        "itself, as is each layer beside it"
+    )
 
 
 def _is_parameter_container(module: nn.Module) -> bool:

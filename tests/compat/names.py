@@ -72,6 +72,7 @@ ATTRIBUTES = {
     ),
     f"{FSDP}._fsdp_param:FSDPParam": (
         "_get_grad_inner_tensor",
+        "_module_info",
         "_setattr_on_modules",
         "_sharded_param_data",
         "_sharding_spec",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch import Tensor
-from torch.distributed.tensor import distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
 
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
@@ -111,6 +112,19 @@ class Sharpened(Steps):
             parameter.data = data
 
 
+class Borrowed(Steps):
+    """Uses weights outside of the model's forward pass, on samples, and in a penalty."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        embedding, up = self.model.model.embed_tokens.weight, self.model.model.layers[0].mlp.up_proj.weight
+        embedded, matrix = (p.full_tensor() if isinstance(p, DTensor) else p for p in (embedding, up))
+        output = self.model(inputs_embeds=1.5 * functional.embedding(batch[0], embedded), labels=batch[0])
+        return output.loss + (embedded[batch[0]] @ matrix.T).square().mean() + 0.1 * matrix.square().sum()
+
+
 class OwnNorms(Steps):
     """Reads numbers of its gradients and weights, and divides by one of them."""
 
@@ -185,7 +199,7 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     }
 
 
-KINDS = (InTurn, MeanTeacher, MomentumEncoder, Sharpened, OwnNorms, HookedLater, Unfrozen)
+KINDS = (InTurn, MeanTeacher, MomentumEncoder, Sharpened, Borrowed, OwnNorms, HookedLater, Unfrozen)
 FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
@@ -305,3 +319,70 @@ def refusal(kind: type[Recorder]) -> str:
 )
 def test_what_one_process_would_do_otherwise_is_refused(kind: type[Recorder], found: str, pool2: Pool) -> None:
     assert all(found in message for message in pool2.run(refusal, kind, trainer=True))
+
+
+class Keeping(nn.Module):
+    """Keeps a value that its loss reads, and returns what is asked for."""
+
+    def __init__(self, is_returned: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.is_returned = is_returned
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        hidden = self.first(x)
+        self.kept = self.second(hidden).square().mean() if self.is_returned else hidden.mean()
+        return self.last(hidden) if self.is_returned else None
+
+
+class KeepingMore(Keeping):
+    """Of which the backward pass needs a matrix that is freed by then."""
+
+    def forward(self, x: Tensor) -> None:
+        self.kept = self.second(self.first(x)).square().mean()
+
+
+class ReadsWhatIsKept(Noted):
+    """Its loss is what a module of its own keeps."""
+
+    def __init__(self, make: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.layers, self.model = make(*arguments), None
+
+    def configure_model(self) -> None:
+        pass
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.layers(batch[0].float())
+        return self.layers.kept
+
+
+class OutsideOfForward(Noted):
+    """Embeds its tokens itself."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.model(inputs_embeds=self.model.get_input_embeddings()(batch[0]), labels=batch[0]).loss
+
+
+class Flattening(Noted):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.parameters_to_vector([parameter.grad for parameter in self.parameters()])  # type: ignore[misc]
+
+
+UNEXPECTED: list[tuple[Any, tuple[Any, ...], str]] = [
+    (ReadsWhatIsKept, (Keeping, True), "has a gradient that was not reduced over the data ranks"),
+    (ReadsWhatIsKept, (Keeping, False), "has a gradient that was not reduced over the data ranks"),
+    (ReadsWhatIsKept, (KeepingMore, False), "return from it all that the loss reads"),
+    (OutsideOfForward, (), r"embedding\.weight\.full_tensor"),
+    (Flattening, (), r"flatten tensor\.full_tensor"),
+]
+
+
+def meet_shards() -> None:
+    for kind, arguments, message in UNEXPECTED:
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            make_trainer({"dp_shard": 2}, max_epochs=1, accumulate_grad_batches=2).fit(kind(*arguments), batches(2))
+
+
+def test_what_meets_shards_is_told_what_to_do(pool2: Pool) -> None:
+    pool2.run(meet_shards, trainer=True)

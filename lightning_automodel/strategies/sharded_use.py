@@ -1,0 +1,50 @@
+"""Says what is to be done where code of a user's meets shards: a gradient that nobody reduced, and torch's errors."""
+
+from torch import nn
+
+from lightning_automodel._compat.fsdp2 import unreduced_parameter
+
+_INSTEAD = {
+    "got mixed torch.Tensor and DTensor": (
+        "a part of a sharded model, or one of its parameters, meets plain tensors outside of the model's own forward "
+        "pass, which alone gathers them. Call the model itself, or put what uses the part into an nn.Module whose "
+        "forward uses it; of a parameter take parameter.full_tensor(), before the model is called (for a penalty on "
+        "weights, or functional.embedding(ids, embedding.weight.full_tensor()), for example)"
+    ),
+    "Sharding propagation failed for aten.view": (
+        "the shards of a parameter or gradient are not those of its flattened form; compute with each tensor alone, or "
+        "flatten tensor.full_tensor(), which all ranks have to call"
+    ),
+    "out of bounds for storage of size 0": (
+        "the backward pass needs parameters that were freed, because the forward pass of their module returned no "
+        "tensor that requires a gradient; return from it all that the loss reads, in the place of keeping it on the "
+        "module"
+    ),
+}
+
+
+def explain_use_of_shards(error: BaseException) -> None:
+    """Put the way out before the words of torch, where ``error`` is one that it raises of shards."""
+    if error.args and isinstance(text := error.args[0], str):
+        for words, instead in _INSTEAD.items():
+            if words in text and instead not in text:
+                error.args = (f"{instead}. torch says: {text}", *error.args[1:])
+
+
+def refuse_unreduced(module: nn.Module) -> None:
+    """Check, when a step's gradients have been reduced, that no parameter of ``module`` has one that was not.
+
+    Raises:
+        ValueError: naming the parameter, and the cause that is known.
+    """
+    found = unreduced_parameter(module)
+    if found is None:
+        return
+    owner, parameter = found
+    name = next((name for name, part in module.named_modules() if part is owner), type(owner).__name__)
+    raise ValueError(
+        f"{name}.{parameter} has a gradient that was not reduced over the data ranks: the loss read a tensor that the "
+        "forward pass of its module kept (on the module, in a list) and did not return, or a loss without what it "
+        "returned; what a module returns tells when its gradients are complete. Return from forward all that the loss "
+        "reads, and nothing else that requires a gradient"
+    )
