@@ -4,13 +4,14 @@ import argparse
 import importlib
 import importlib.util
 import pkgutil
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 import benchmarks
 from benchmarks import _performance
+from benchmarks._nursery import shared_nursery
 
 
 def names() -> list[str]:
@@ -34,11 +35,31 @@ def _first_line(name: str) -> str:
     return documentation.strip().partition("\n")[0]
 
 
+def succeeds(name: str, options: list[str]) -> bool:
+    """Runs one benchmark as its own command would; says why it ends if it fails."""
+    module = _performance.load(name)
+    if hasattr(module, "__path__"):  # a folder
+        module = importlib.import_module(f"benchmarks.{name}.__main__")
+    before, sys.argv = sys.argv, [f"benchmarks.{name}", *options]
+    try:
+        module.main()
+    except SystemExit as ending:
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+        return not ending.code
+    except Exception:
+        traceback.print_exc()
+        return False
+    finally:
+        sys.argv = before
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the chosen benchmarks, each in a process of its own; none chosen: prints the list.
+    """Runs the chosen benchmarks, one after the other in this process; none chosen: prints the list.
 
     Raises:
-        SystemExit: for an unknown name, and with the first failing benchmark's code after all have run.
+        SystemExit: for an unknown name, and if one has failed, after all have run.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of benchmarks")
@@ -54,21 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(listing())
         return
     options_of_each = [f"--{name}" for name in ("write", "smoke") if getattr(options, name)]
-    minutes, failed = {}, {}
-    for name in chosen:
-        print(f"== {name}", flush=True)
-        before = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *options_of_each], check=False)
-        minutes[name] = (time.monotonic() - before) / 60
-        if done.returncode:
-            failed[name] = done.returncode
+    minutes, failed = {}, []
+    with shared_nursery():  # heavy imports happen once
+        for name in chosen:
+            print(f"== {name}", flush=True)
+            before = time.monotonic()
+            if not succeeds(name, options_of_each):
+                failed.append(name)
+            minutes[name] = (time.monotonic() - before) / 60
     rows = {**minutes, "in all": sum(minutes.values())}
     print("\n".join(f"{name:20} {took:6.1f} min" for name, took in rows.items()))
     if options.write:
         _performance.write(everything, minutes if options.all else {})
     if failed:
         print(f"failed: {', '.join(failed)}")
-        sys.exit(next(iter(failed.values())))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks._measure import describe_machine
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.parallelizer import parallelize
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -47,11 +48,8 @@ def main() -> None:
     arguments = parser.parse_args()
     length = 32 if arguments.smoke else arguments.length
     page.add([*describe(length), ""])
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         page.add(rows(Pool(nursery, 2), length))
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

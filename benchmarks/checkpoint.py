@@ -22,10 +22,11 @@ from transformers import LlamaForCausalLM
 
 from benchmarks._measure import Memory, between, describe_machine, timed
 from benchmarks._model_on_disk import config
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.distributed.shards import local_tensor
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 
 RANKS, VOCABULARY = 4, 8192
 VARIANTS = (
@@ -91,16 +92,15 @@ def main() -> None:
     options = parser.parse_args()
     layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)
     task = importlib.import_module("benchmarks.checkpoint").measure  # ranks cannot import __main__
-    nursery = Nursery()
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    for _ in range(repetitions):
-        for name in VARIANTS:
-            with tempfile.TemporaryDirectory() as directory:
-                pool = Pool(nursery, RANKS)
-                ranks = pool.run(task, name, layers, directory, trainer=True, timeout=600)
-                rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
-                print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
-    nursery.close()
+    with shared_nursery() as nursery:
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+        for _ in range(repetitions):
+            for name in VARIANTS:
+                with tempfile.TemporaryDirectory() as directory:
+                    pool = Pool(nursery, RANKS)
+                    ranks = pool.run(task, name, layers, directory, trainer=True, timeout=600)
+                    rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
+                    print(name, {key: round(value, 3) for key, value in rounds[name][-1].items()}, flush=True)
     with torch.device("meta"):
         parameters = make_model(layers).num_parameters()
     page.add(lines(rounds, parameters))

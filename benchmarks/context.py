@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from benchmarks._measure import between, describe_machine
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed import head_exchange, sequence_rows
@@ -59,12 +60,9 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths, masked = ((256,), (128,)) if arguments.smoke else (arguments.lengths, arguments.packed)
     timed, rounds = (128, 1) if arguments.smoke else (TIMED, arguments.rounds)
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         page.add(report(nursery, lengths, masked))
         page.add(times(nursery, timed, rounds))
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

@@ -23,11 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._measure import describe_machine, quartiles
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.distributed.pairwise import all_gather, reduce_scatter
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 from tests.parallel.levers.collectives import Collectives
 
 WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
@@ -60,18 +61,15 @@ WAYS = {
 def main() -> None:
     """Entry point of ``python -m benchmarks.efficiency``."""
     page = Page("efficiency.md", "efficiency")
-    arguments = page.parser(__doc__, rounds=5).parse_args()
+    arguments = page.parser(__doc__, rounds=4).parse_args()
     widths, rounds = ((64,), 1) if arguments.smoke else (WIDTHS, arguments.rounds)
     page.add(describe())
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         pool = Pool(nursery, 2)
         for width in widths:
             page.add(table(pool, width, rounds, False))
         page.add(table(pool, widths[-1], rounds, True))
         page.add(messages(pool, (1,) if arguments.smoke else SIZES))
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks._measure import between, describe_machine
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
@@ -61,12 +62,9 @@ def main() -> None:
     parser = page.parser(__doc__, rounds=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each data rank")
     arguments = parser.parse_args()
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         tokens, rounds = ((64,), 1) if arguments.smoke else (arguments.tokens, arguments.rounds)
         page.add(report(nursery, tokens, rounds))
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

@@ -29,11 +29,12 @@ from transformers import LlamaForCausalLM
 from benchmarks._ladder import accumulated, switches
 from benchmarks._lever_rows import DEVICE, HERE, LADDERS, LEVERS, RANKS, Lever, model_config
 from benchmarks._measure import between, describe_machine
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, axis, build_mesh, resolve_sizes
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 from tests.parallel.levers.collectives import Collectives
 
 MIB = 2**20
@@ -80,11 +81,10 @@ def main() -> None:
         parser.error(f"--ladder={arguments.ladder} has no row {arguments.upto!r}; give both, as the page does")
     smoke = arguments.smoke
     rounds, only = (1, "none") if smoke else (arguments.rounds, arguments.only)
-    nursery = Nursery()
     page.add(describe())
     alone: dict[str, dict[str, Found]] = {}
     above: dict[str, dict[str, Found]] = {}
-    try:
+    with shared_nursery() as nursery:
         for layout in [arguments.ladder] if arguments.ladder else LADDERS:
             rows = {} if arguments.ladder else chosen(layout, only)
             rungs = rungs_of(layout, arguments.upto, smoke)
@@ -92,8 +92,6 @@ def main() -> None:
                 found = measured(Pool(nursery, RANKS), rounds, layout, [*rows.values(), *rungs.values()])
                 alone[layout] = dict(zip(rows, found, strict=False))
                 above[layout] = dict(zip(rungs, found[len(rows) :], strict=True))
-    finally:
-        nursery.close()
     if not arguments.ladder:
         page.add(table(alone))
     page.add([*LADDER, *ladder_table(above)])

@@ -22,6 +22,7 @@ from benchmarks import _peer_loads
 from benchmarks._attempts import by_nemo, in_a_line, on_ranks, versions_of_nemo
 from benchmarks._measure import Memory, describe_machine, medians
 from benchmarks._model_on_disk import GB, write_model
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from benchmarks._peer_loads import DDP, NEMO, SPLIT, WAYS
 from benchmarks._peer_loads import OURS as OUR_WAY
@@ -46,8 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     layers, repetitions = (1, 1) if options.smoke else (options.layers, options.rounds)
     task = importlib.import_module("benchmarks.load").measure  # ranks cannot import __main__
-    nursery = Nursery()
-    with tempfile.TemporaryDirectory() as directory:
+    with shared_nursery() as nursery, tempfile.TemporaryDirectory() as directory:
         size = write_model(Path(directory), layers)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
         for _ in range(repetitions):
@@ -56,7 +56,6 @@ def main() -> None:
                 rounds[name].append({key: max(rank[key] for rank in ranks) for key in ranks[0]})
         page.add(lines(size, rounds))
         page.add(beside_others(nursery, directory, SMOKE_WAYS if options.smoke else list(WAYS), -(-repetitions // 2)))
-    nursery.close()
     page.finish(options)
 
 

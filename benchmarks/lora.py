@@ -25,12 +25,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks._measure import Memory, between, describe_machine
 from benchmarks._model_on_disk import GB, write_model
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from benchmarks.levers import Peak
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.files import read_and_adapt
 
 MIB = 2**20
@@ -62,8 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layers = 2 if arguments.smoke else arguments.layers
     page.add(describe(layers))
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         with tempfile.TemporaryDirectory() as directory:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers})).save_pretrained(directory)
@@ -77,8 +77,6 @@ def main() -> None:
                 if sizes:
                     loaded = Pool(nursery, 2 ** len(sizes)).run(measure_loading, directory, sizes, timeout=600)
                     page.add([row_of_loading(name, loaded)])
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

@@ -19,6 +19,7 @@ import transformers
 
 from benchmarks._attempts import by_nemo, in_a_line, on_ranks, versions_of_nemo
 from benchmarks._losses import NEMO, OURS, PEERS, Task, measure
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel.testing.pool import Nursery, Pool
 
@@ -46,8 +47,7 @@ def main() -> None:
     )
     page.add([*describe(arguments), ""])
     grid = [(512, 64)] if arguments.smoke else GRIDS[arguments.device]
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         measured: dict[tuple[int, int], dict[str, Found | None]] = {}
         page.add(rows(nursery, template, arguments.memory * GIB, grid, measured))
         vocabulary, tokens = grid[0]
@@ -55,8 +55,6 @@ def main() -> None:
         page.add(
             peers(nursery, template, measured[vocabulary, tokens], SMOKE_PEERS if arguments.smoke else list(PEERS))
         )
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks._by_torch import split_by_torch
 from benchmarks._measure import between, describe_machine
+from benchmarks._nursery import shared_nursery
 from benchmarks._overhead_loops import (
     Size,
     by_nemo,
@@ -40,7 +41,7 @@ from benchmarks._overhead_loops import (
 from benchmarks._page import Page, Table
 from benchmarks._turns import Turns, in_turn
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 
 WIDTHS = ((256, 8), (1024, 4))  # hidden, layers
 WARM, STEPS = 2, 6
@@ -54,12 +55,9 @@ def main() -> None:
     arguments = parser.parse_args()
     widths, tokens, steps = (((64, 2),), 32, 2) if arguments.smoke else (WIDTHS, 256, arguments.steps)
     page.add(describe())
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         sizes = [Size(hidden=hidden, layers=layers, tokens=tokens, steps=steps) for hidden, layers in widths]
         page.add(table(Pool(nursery, 2), [*sizes, *(replace(size, compiled=True) for size in sizes)]))
-    finally:
-        nursery.close()
     page.finish(arguments)
 
 

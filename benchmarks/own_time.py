@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._measure import between, describe_machine
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -48,11 +49,8 @@ def main() -> None:
     arguments = page.parser(__doc__, rounds=1).parse_args()
     layers, ranks, at = ((2, 4), (1, 2), 4) if arguments.smoke else (LAYERS, RANKS, AT)
     page.add(describe())
-    nursery = Nursery()
-    try:
+    with shared_nursery() as nursery:
         found, calls = measured(nursery, layers, ranks, at, 1 if arguments.smoke else arguments.rounds)
-    finally:
-        nursery.close()
     page.add(over_layers(found, layers))
     page.add(calls_over_layers(calls, layers))
     page.add(over_ranks(found, at, ranks))

@@ -26,9 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._attempts import by_command, by_nemo, in_a_line, on_ranks, versions_of_nemo
 from benchmarks._measure import describe_machine, quartiles
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import PACKAGES, Page, Table
 from benchmarks._peers import LENGTH, NEMO, RANKS, ROWS, WAYS, WITHOUT_TP, measure, ways_for
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 
 CASES = {"full": "full, dp=2", "lora": "LoRA, dp=2", "tp": "full, tp=2"}
 FIRST, STEP = "command to first step, s", "a step, s"
@@ -55,16 +56,12 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = arguments.only or (SMOKE_WAYS if arguments.smoke else list(WAYS))
     page.add(describe())
-    nursery = Nursery()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**(SMALLEST if arguments.smoke else SIZES))).save_pretrained(folder)
-            for case in ("full",) if arguments.smoke else CASES:
-                ways = [way for way in ways_for(case) if way in chosen]
-                page.add(table(Pool(nursery, RANKS), case, ways, folder, 1 if arguments.smoke else arguments.rounds))
-    finally:
-        nursery.close()
+    with shared_nursery() as nursery, tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**(SMALLEST if arguments.smoke else SIZES))).save_pretrained(folder)
+        for case in ("full",) if arguments.smoke else CASES:
+            ways = [way for way in ways_for(case) if way in chosen]
+            page.add(table(Pool(nursery, RANKS), case, ways, folder, 1 if arguments.smoke else arguments.rounds))
     page.finish(arguments)
 
 

@@ -11,13 +11,13 @@ from argparse import ArgumentParser, BooleanOptionalAction
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import DOCS, ROOT
 from benchmarks.exactness.__main__ import run
 from benchmarks.exactness.columns import PEERS, all_families
 from benchmarks.exactness.report import configuration, table, totals
 from benchmarks.exactness.results import BAR, FINE_BAR, Family, Store
 from benchmarks.exactness.runner import Runner
-from lightning_automodel.testing.pool import Nursery
 from tests.support.families import image_text_families
 
 SECONDS = 120.0  # for one call; what waits for ever then is an error of its family
@@ -52,17 +52,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.smoke and options.write:
         sys.exit("--smoke compares a single family, which is no page; leave out one")
-    nursery = Nursery()
-    try:
-        with TemporaryDirectory() as elsewhere:
-            store = Store(Path(elsewhere) / "peers_exactness.json" if options.smoke else options.results)
-            names = SMOKE if options.smoke else options.family or all_families()
-            if not options.resume:
-                store.forget(list(names), list(PEERS))
-            for name in names:
-                run(name, list(PEERS), store, Runner(nursery, SECONDS))
-    finally:
-        nursery.close()
+    with shared_nursery() as nursery, TemporaryDirectory() as elsewhere:
+        store = Store(Path(elsewhere) / "peers_exactness.json" if options.smoke else options.results)
+        names = SMOKE if options.smoke else options.family or all_families()
+        if not options.resume:
+            store.forget(list(names), list(PEERS))
+        for name in names:
+            run(name, list(PEERS), store, Runner(nursery, SECONDS))
     if options.write:
         (DOCS / "peers_exactness.md").write_text(page(store))
 

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks._measure import between, describe_machine, forget_peak, status
+from benchmarks._nursery import shared_nursery
 from benchmarks._page import Page, Table
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 
 SIZES: dict[str, Any] = dict(
@@ -136,14 +137,11 @@ def main() -> None:
     arguments = page.parser(__doc__, rounds=2).parse_args()
     steps, rounds = (2, 1) if arguments.smoke else (STEPS, arguments.rounds)
     page.add(describe())
-    nursery = Nursery()
     found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in RUNS}
-    try:
+    with shared_nursery() as nursery:
         for _ in range(rounds):
             for name, (ranks, *_) in RUNS.items():
                 found[name].append(Pool(nursery, ranks).run(run, name, steps, trainer=True, timeout=300))
-    finally:
-        nursery.close()
     one = found["one process"][0][0]
     page.add(row(name, of_name, one) for name, of_name in found.items())
     page.finish(arguments)

@@ -4,12 +4,12 @@ import argparse
 import time
 from pathlib import Path
 
+from benchmarks._nursery import shared_nursery
 from benchmarks.exactness.columns import EXTRA, MAIN, all_families
 from benchmarks.exactness.oracle import check
 from benchmarks.exactness.report import write
 from benchmarks.exactness.results import Family, Store
 from benchmarks.exactness.runner import Runner, pending
-from lightning_automodel.testing.pool import Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,15 +21,12 @@ def main(arguments: list[str] | None = None) -> None:
     families = options.family or all_families()
     if not options.resume:
         store.forget(families, options.columns)
-    nursery = Nursery()
     start = time.monotonic()
-    try:
+    with shared_nursery() as nursery:
         for name in families:
             run(name, options.columns, store, Runner(nursery))
         if options.oracle:
             store.oracle = check(nursery, {name: store.families[name] for name in families})
-    finally:
-        nursery.close()
     store.save()
     write(store, options.table)
     print(f"{options.table} written after {time.monotonic() - start:.0f} s")
