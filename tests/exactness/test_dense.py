@@ -54,7 +54,13 @@ def errors(family: str, tied: bool, world: int) -> dict[str, tuple[float, str]]:
 
 @pytest.mark.parametrize(
     ("world", "family", "tied"),
-    with_long(product([2, 4], ["llama", "qwen3"], [True, False]), (4, "llama", False), (4, "qwen3", True)),
+    with_long(
+        product([2, 4], ["llama", "qwen3"], [True, False]),
+        (2, "llama", False),
+        (4, "llama", False),
+        (4, "llama", True),
+        (4, "qwen3", True),
+    ),
 )
 def test_layout_equals_one_process(family: str, tied: bool, world: int, pool2: Pool, pool4: Pool) -> None:
     pool = {2: pool2, 4: pool4}[world]

@@ -105,7 +105,7 @@ def error_in_float64(family: str, run: Run) -> tuple[float, str]:
     return differences(family, run, find_inputs(tiny_model(family).train()), double=True).largest
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", with_long(["qwen3_5", "qwen3_5_moe"], "qwen3_5"))
 def test_composite_models_of_mixed_layers_in_float64(family: str, pool4: Pool) -> None:
     """Their recurrent layers amplify rounding in float32."""
     for error, name in pool4.run(error_in_float64, family, Run(sizes=MESH, schedule=Schedule(steps=2))):

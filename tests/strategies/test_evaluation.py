@@ -11,6 +11,7 @@ from torchmetrics import CatMetric, MeanMetric
 from lightning_automodel.strategies.evaluation.fillers import fresh_containers, preserved_attributes
 from lightning_automodel.testing.pool import Nursery, Pool, PoolTimeout
 from tests.strategies.modules import StockModule, Stream, TinyModule, loader, trainer
+from tests.support.marks import with_long
 
 FILLINGS: list[bool] = []  # not an attribute of the module, which a filler restores
 
@@ -113,7 +114,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, "odd", "several"))
 def test_uneven_evaluation_equals_one_process(case: str, nursery: Nursery, pool2: Pool) -> None:
     counts, stream = CASES[case]
     (one,) = Pool(nursery, 1).run(evaluate, 1, 1, counts, stream, trainer=True, timeout=20)

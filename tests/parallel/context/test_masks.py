@@ -12,6 +12,7 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 LENGTH = 37
 PACKED = {"position_ids": torch.cat([torch.arange(11), torch.arange(LENGTH - 11)])[None].expand(2, -1)}
@@ -41,7 +42,7 @@ def rows_of_masks(family: str, beside: dict[str, Tensor], implementation: str, e
     return largest.rows
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", with_long(["sdpa", "eager"], "eager"))
 def test_no_rank_has_the_whole_mask(pool2: Pool, implementation: str) -> None:
     for family, beside in (("gemma3_text", PACKED), ("llama", PADDED)):
         for exchange in ("gather", "auto"):

@@ -90,7 +90,7 @@ def check(found: dict[str, Any], graphs: int) -> None:
     assert found == {"graphs": graphs, "breaks": {}, "generated": True}
 
 
-@pytest.mark.parametrize(("dynamic", "graphs"), [(None, 2), (True, 1)])
+@pytest.mark.parametrize(("dynamic", "graphs"), with_long([(None, 2), (True, 1)], (True, 1)))
 def test_graphs_of_three_lengths(dynamic: bool | None, graphs: int) -> None:
     model: Any = tiny_model("llama", attention="sdpa", num_hidden_layers=1).train()
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ from lightning_automodel import DDPStrategy
 from lightning_automodel.config import DDPConfig, FSDP2Config
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.strategies.modules import TinyModule, loader, trainer
+from tests.support.marks import with_long
 
 LEVERS: dict[str, Any] = {
     "activation_checkpointing": "full",
@@ -46,7 +47,7 @@ def losses(levers: dict[str, Any], kind: type[TinyModule] = WithLayer, tp: int =
     return module.losses
 
 
-@pytest.mark.parametrize("tp", [2, 0])
+@pytest.mark.parametrize("tp", with_long([2, 0], 0))
 def test_same_losses(tp: int, pool2: Pool) -> None:
     found, expected = (pool2.run(losses, levers, tp=tp, trainer=True) for levers in (LEVERS, {}))
     assert len(found[0]) >= 2
