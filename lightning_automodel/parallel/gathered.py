@@ -10,6 +10,7 @@ from lightning_automodel._compat.dtensor import take_given_data
 from lightning_automodel._compat.fsdp2 import disagreeing_parameters, fsdp_units, is_kept_gathered
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
 
 
@@ -20,6 +21,7 @@ def watch_gathered(model: nn.Module) -> None:
     model.register_forward_pre_hook(_check_trained, prepend=True)
     model.register_forward_pre_hook(_take_data, prepend=True)
     model.register_forward_hook(_look_behind)
+    note_gathers(model)
 
 
 def _take_data(model: nn.Module, args: tuple) -> None:

@@ -1,4 +1,5 @@
-"""Ends a run, or leaves a step out, where losses or gradients are NaN or infinite, before the weights change.
+"""Ends a run, or leaves a step out, where losses or gradients are NaN or infinite, before the weights change; and ends
+it where ranks gathered different layers.
 
 One vector says which gradients are not finite. All ranks agree on it, so that all do the same, and read it before the
 step, which costs nothing on CPU. A fused optimizer on an accelerator reads it there, and leaves its step out; the host
@@ -10,6 +11,7 @@ looks one step later, and waits for nothing::
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +24,7 @@ from lightning_automodel._compat.optimization import leaves_steps_out
 from lightning_automodel._compat.tensors import each_norm
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor
+from lightning_automodel.parallel.gather_order import Gathered, take_gathers
 
 _MOST_LOSSES = 1024
 
@@ -36,6 +39,8 @@ class Finding:
         parameters: of the optimizer.
         vector: [parameters + 1], 1 where a gradient is not finite on any rank; the last one is about the losses.
         losses: of this rank's micro-batches.
+        gathered: by this rank before the step.
+        differs: 1 if other ranks gathered other layers, or in another order.
     """
 
     step: int
@@ -43,10 +48,29 @@ class Finding:
     parameters: list[Tensor]
     vector: Tensor
     losses: list[Tensor]
+    gathered: Gathered
+    differs: Tensor
 
-    def is_finite(self) -> bool:
-        """Tell whether all are finite. Waits for the device."""
-        return not self.vector.any()
+    def prevents(self) -> Tensor:
+        """Tell what a fused optimizer looks at: more than 0 if the step is not to be taken."""
+        return torch.maximum(self.vector.amax(), self.differs)
+
+    def is_fine(self) -> bool:
+        """Tell whether all are finite, and all ranks gathered alike. Waits for the device."""
+        return not self.prevents()
+
+    def compare_order(self) -> str | None:
+        """Say where ranks first gathered different layers; ``None`` if they did not. Collective."""
+        if not self.differs:
+            return None
+        names = {part: name for name, part in self.module.named_modules()}
+        mine = [names.get(layer) or type(layer).__name__ for layer in self.gathered.layers]
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, mine)
+        for calls in zip_longest(*found, fillvalue="nothing more"):
+            if len(set(calls)) > 1:
+                return ", ".join(f"rank {rank} called {name}" for rank, name in enumerate(calls))
+        return "the first difference is no longer known"
 
     def describe(self) -> str:
         """Name the step, the first micro-batch and the first parameter that is not finite. Collective."""
@@ -109,8 +133,11 @@ class FiniteGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         losses, device = list(self._losses), parameters[0].device if parameters else module.device
         self._losses.clear()
-        vector = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device)]))
-        return Finding(module.trainer.global_step, module, parameters, vector, losses)
+        gathered = take_gathers()
+        order = [torch.full((1,), float(sign * gathered.digest), device=device) for sign in (1, -1)]
+        found = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device), *order]))
+        vector, differs = found[:-2], (found[-2] != -found[-1]).float()  # the largest is not the smallest
+        return Finding(module.trainer.global_step, module, parameters, vector, losses, gathered, differs)
 
     def allows(self, finding: Finding | None) -> bool:
         """Tells whether the step is to be taken.
@@ -118,7 +145,7 @@ class FiniteGuard:
         Raises:
             RuntimeError: on all ranks, if it is not and that is an error.
         """
-        if finding is None or finding.is_finite():
+        if finding is None or finding.is_fine():
             return True
         self._report(finding)
         return False
@@ -126,7 +153,7 @@ class FiniteGuard:
     def defer(self, finding: Finding, optimizer: Optimizer) -> None:
         """Lets a fused optimizer leave its step out, and looks at what the step before has found."""
         self.settle()
-        optimizer.found_inf = finding.vector.amax()  # type: ignore[attr-defined]
+        optimizer.found_inf = finding.prevents()  # type: ignore[attr-defined]
         self._waiting = finding
 
     def settle(self) -> None:
@@ -135,6 +162,12 @@ class FiniteGuard:
         self.allows(waiting)
 
     def _report(self, finding: Finding) -> None:
+        if (order := finding.compare_order()) is not None:
+            raise RuntimeError(
+                f"optimizer step {finding.step}: {order}; ranks that share shards have to call the same layers in the "
+                "same order, since each call gathers them. Call layers that a batch does not need as well, and add "
+                "0 * output.sum() to the loss, or use DDPStrategy with DDPConfig(find_unused_parameters=True)"
+            )
         if self.policy == "skip":
             logger.warning("%s; the step is left out", finding.describe())
             return

@@ -369,11 +369,24 @@ class Flattening(Noted):
         nn.utils.parameters_to_vector([parameter.grad for parameter in self.parameters()])  # type: ignore[misc]
 
 
+class ChosenHeads(Noted):
+    """Its rows choose the head."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model, self.heads = tiny_llama(), nn.ModuleList(nn.Linear(HIDDEN, 2) for _ in range(2))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.model(input_ids=batch[0], output_hidden_states=True).hidden_states[-1]
+        return self.heads[self.trainer.strategy.data_rank](hidden).square().mean()  # type: ignore[attr-defined]
+
+
 UNEXPECTED: list[tuple[Any, tuple[Any, ...], str]] = [
     (ReadsWhatIsKept, (Keeping, True), "has a gradient that was not reduced over the data ranks"),
     (ReadsWhatIsKept, (Keeping, False), "has a gradient that was not reduced over the data ranks"),
     (ReadsWhatIsKept, (KeepingMore, False), "return from it all that the loss reads"),
     (OutsideOfForward, (), r"embedding\.weight\.full_tensor"),
+    (ChosenHeads, (), "rank 0 called heads.0, rank 1 called heads.1"),
     (Flattening, (), r"flatten tensor\.full_tensor"),
 ]
 
