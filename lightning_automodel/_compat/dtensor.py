@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
 
@@ -58,7 +58,8 @@ where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks f
 """
 
 
-_GIVEN_OTHER_DATA = WeakIdKeyDictionary()
+_WAS_GIVEN_DATA = "_was_given_data"  # no weak reference: a tensor that has one cannot be swapped, as Module.to does
+_GIVEN: Counter[str] = Counter()
 
 
 @functools.cache
@@ -84,7 +85,8 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
     given: Any = value.redistribute(tensor.device_mesh, tensor.placements).detach()
     describe(tensor, given)
     tensor._local_tensor, tensor._spec = given._local_tensor.contiguous(), given._spec
-    _GIVEN_OTHER_DATA[tensor] = None
+    setattr(tensor, _WAS_GIVEN_DATA, True)
+    _GIVEN["times"] += 1
 
 
 def average_gradients_of_whole(axes: Iterable[str]) -> None:
@@ -118,17 +120,20 @@ def _average_gradients_of_whole() -> None:
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
+def times_data_was_given() -> int:
+    """Count the ``p.data = value`` on sharded tensors of this process."""
+    return _GIVEN["times"]
+
+
 def take_given_data(model: nn.Module) -> None:
     """Let the FSDP2 units in ``model`` gather from what their parameters were given by ``p.data = value``.
 
     Raises:
         ValueError: if its dtype is another one, which a unit cannot change.
     """
-    if not _GIVEN_OTHER_DATA:
-        return
     for unit in fsdp_units(model):
         for held in (held for group in parameter_groups(unit) for held in group.fsdp_params):
-            if held.sharded_param not in _GIVEN_OTHER_DATA:
+            if not hasattr(held.sharded_param, _WAS_GIVEN_DATA):
                 continue
             if held.sharded_param.dtype != held._sharded_param_data.dtype:
                 raise ValueError(
@@ -137,7 +142,7 @@ def take_given_data(model: nn.Module) -> None:
                 )
             unit.reshard()
             held.reset_sharded_param()
-            del _GIVEN_OTHER_DATA[held.sharded_param]
+            delattr(held.sharded_param, _WAS_GIVEN_DATA)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from lightning_automodel._compat.dtensor import take_given_data
+from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
 from lightning_automodel._compat.fsdp2 import disagreeing_parameters, fsdp_units, is_kept_gathered
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.structure import class_names
@@ -19,14 +19,21 @@ def watch_gathered(model: nn.Module) -> None:
     stale ones, and gradients of gradients.
     """
     model.register_forward_pre_hook(_check_trained, prepend=True)
-    model.register_forward_pre_hook(_take_data, prepend=True)
+    model.register_forward_pre_hook(_TakesData(), prepend=True)
     model.register_forward_hook(_look_behind)
     note_gathers(model)
 
 
-def _take_data(model: nn.Module, args: tuple) -> None:
-    """Gather what a user gave parameters by ``p.data = value``: a forward pre-hook."""
-    take_given_data(model)
+class _TakesData:
+    """Gathers what a user gave parameters by ``p.data = value``: a forward pre-hook."""
+
+    def __init__(self) -> None:
+        self._seen = times_data_was_given()
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        if self._seen != (times := times_data_was_given()):
+            take_given_data(model)
+            self._seen = times
 
 
 def _check_trained(model: nn.Module, args: tuple) -> None:

@@ -38,6 +38,7 @@ CONFIG = LlamaConfig(
         pytest.param(["hrm_text", "hy_v4"], id="a fused matrix, and values that initialization asks for"),
         pytest.param(["kimi_linear", "olmo_hybrid"], id="convolutions"),
         pytest.param(["inkling2_text", "qwen2_5_vl"], id="interleaved experts, and a tower"),
+        pytest.param(["blip"], id="data that initialization gives"),
     ],
 )
 def test_converted_weights_are_those_of_the_files(families: list[str], pool2: Pool) -> None:
