@@ -149,6 +149,20 @@ def test_initialization_sees_the_values_of_one_device(sizes: dict[str, int], poo
 
 # ---- all families ----------------------------------------------------------------------------------------------------
 
+NOT_BY_ONE_PROCESS = {
+    "evolla": "AutoModelForImageTextToText does not know its config",
+    "fast_vlm": "TimmWrapperModel requires the timm library",
+    "gemma3n": "TimmWrapperModel requires the timm library",
+    "gemma4_assistant": "its tiny config is refused",
+    "gemma4_unified_assistant": "its tiny config is refused",
+    "inkling_mm_model": "No module named 'scipy'",
+    "musicgen": "its config has no attribute dropout",
+    "musicgen_melody": "its config has no attribute dropout",
+    "perception_lm": "TimmWrapperModel requires the timm library",
+    "shieldgemma2": "from_pretrained misses what save_pretrained has written, under other names",
+}
+"""Families that transformers itself does not build, or read from files that it wrote, on this machine."""
+
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
@@ -158,4 +172,6 @@ def test_every_family_reads_and_writes_its_weights(world: int, nursery: Nursery)
     found = {}
     for family in [*planned, *causal_families(with_plan=False), *image_text_families()]:
         found[family] = Pool(nursery, world).run(weights, family, family in planned, with_directory=True, timeout=180)
-    assert {name: result for name, result in found.items() if any(w.read or w.written for w in result)} == {}
+    wrong = {name: result for name, result in found.items() if any(w.read or w.written for w in result)}
+    assert {name: result for name, result in wrong.items() if name not in NOT_BY_ONE_PROCESS} == {}
+    assert wrong.keys() == NOT_BY_ONE_PROCESS.keys()
