@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from lightning_automodel import DDPStrategy
+from lightning_automodel import DDPStrategy, FSDP2Config
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
 from tests.support.training import HIDDEN, Recorder, batches, make_trainer, tiny_llama, whole, world_size
@@ -84,10 +84,18 @@ class Gathered(Noted):
         return functional.cross_entropy(every @ every.T, torch.arange(len(every)))
 
 
+class States(Noted):
+    """Its loss reads all hidden states, of each token what came before it."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
+        return output.loss + sum(x.cumsum(1).square().mean() for x in output.hidden_states)
+
+
 CASES = [Attentions, Hooked, SecondNames, Gathered]
 
 
-def gradients_of(kind: type[Noted], sizes: dict[str, int]) -> list[dict[str, Tensor]]:
+def gradients_of(kind: type[Noted], sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
     module = kind()
     run = make_trainer(dict(sizes), max_epochs=1, accumulate_grad_batches=2)
     run.fit(module, batches(sizes.get("dp_shard", 1)))
@@ -109,6 +117,14 @@ def test_gradients_are_those_of_one_process(kind: type[Noted], sizes: dict[str, 
     for one, many in zip(expected, actual, strict=True):
         assert one.keys() == many.keys()
         check_gradients(one, many)
+
+
+def test_hidden_states_of_a_stream_that_is_cut(nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of, States, {}, trainer=True)
+    cut = {"tp": 2, "config": FSDP2Config(sequence_parallel=True)}
+    for actual in pool2.run(gradients_of, States, cut, trainer=True):
+        for one, many in zip(expected, actual, strict=True):
+            check_gradients(one, many)
 
 
 def check_gradients(one: dict[str, Tensor], many: dict[str, Tensor]) -> None:

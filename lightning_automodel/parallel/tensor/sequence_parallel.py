@@ -12,11 +12,14 @@ because the stream is cut at the first block and not at the embedding. The state
 """
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from lightning_automodel.distributed.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, split
 from lightning_automodel.distributed.logs import warn_once
@@ -41,7 +44,21 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
             BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
             for child, collectives in layout.children[name].items():
                 ChildOnStream(stream, child, collectives).install(model.get_submodule(child))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_hook(partial(_gather_recorded, group))
     return streams
+
+
+def _gather_recorded(group: ProcessGroup, model: nn.Module, args: tuple, output: Any) -> None:
+    """Make hidden states whole that transformers has recorded of blocks, when they leave ``model``."""
+    if not isinstance(output, ModelOutput):
+        return
+    for key in [key for key in output if key.endswith("hidden_states") and isinstance(output[key], tuple)]:
+        lengths = [getattr(x, LENGTH, None) for x in output[key]]
+        if any(lengths):
+            pairs = zip(output[key], lengths, strict=True)
+            output[key] = tuple(gather(x, 1, length, group) if length else x for x, length in pairs)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -100,8 +117,11 @@ class BlockOnStream(SharedByCopies):
 
     def _cut(self, name: str, x: Any) -> Any:
         stream = self.stream
-        cut = name in self.cut_names and stream.is_whole(x) and not stream.is_slice(x)
-        return split(x, 1, stream.group) if cut else x
+        if name not in self.cut_names or not stream.is_whole(x) or stream.is_slice(x):
+            return x
+        part = split(x, 1, stream.group)
+        setattr(part, LENGTH, stream.length)  # transformers may record it
+        return part
 
     def leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         """Gather the stream behind the last block; note its length on what goes to another."""
@@ -115,7 +135,10 @@ class BlockOnStream(SharedByCopies):
 
     def _gather(self, x: Any) -> Any:
         length = self.stream.length
-        return x if length is None or not self.stream.is_slice(x) else gather(x, 1, length, self.stream.group)
+        if length is None or not self.stream.is_slice(x):
+            return x
+        setattr(x, LENGTH, length)  # transformers may have recorded it
+        return gather(x, 1, length, self.stream.group)
 
 
 def _warn_of_other_streams(stream: Stream, block: str, value: Tensor) -> None:
