@@ -32,6 +32,9 @@ def without_functions() -> Any:
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 """The product of several matrices at a time, which ``torch.nn.functional.grouped_mm`` runs."""
 
+EACH_NORM = torch._foreach_norm
+"""What torch's own clipping computes the norms of many tensors by."""
+
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
 

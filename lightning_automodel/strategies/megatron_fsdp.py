@@ -1,23 +1,28 @@
 """The Lightning strategy for NVIDIA's Megatron-FSDP: hooks that tell the library where passes and steps begin."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import default_timeout
+from lightning_automodel.checkpointing.folder import GRADIENTS
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import check_groups
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.uneven_shards import complete_state
+from lightning_automodel.distributed.whole_numbers import norms_by
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.pretrained import sharded_loading
@@ -39,6 +44,10 @@ from lightning_automodel.strategies.submodels import (
 
 _PASSES = "_passes_of_megatron_fsdp"
 _MESH = "_mesh_of_megatron_fsdp"
+_UNKNOWN_GRADIENTS = (
+    "MegatronFSDPStrategy does not go on from, because the library keeps gradients in buffers of its own; save after "
+    "an optimizer step (ModelCheckpoint(every_n_train_steps=...) does), or use FSDP2TPStrategy or DDPStrategy"
+)
 
 
 class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
@@ -208,6 +217,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         super().setup(trainer)
         self.precision_plugin.clip_norm = self._sharded.clip
         self.precision_plugin.around_backward = self._passes.backward
+        self.precision_plugin.around_hooks = partial(norms_by, self._sharded.norm_of)
 
     @override
     def model_to_device(self) -> None:
@@ -218,6 +228,25 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         complete_state(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         return super().optimizer_state(optimizer)
+
+    @override
+    def accumulated_gradients(self) -> dict[str, Tensor]:
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise RuntimeError(f"a checkpoint between the micro-batches of an optimizer step {_UNKNOWN_GRADIENTS}")
+        warn_once(
+            "the checkpoint of this interruption lacks the gradients of an optimizer step that is not complete: its "
+            "micro-batches are passed over when the run goes on"
+        )
+        return {}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._own.get(GRADIENTS):
+            raise RuntimeError(
+                f"{self._restoration.path} was saved between the micro-batches of an optimizer step, which "
+                f"{_UNKNOWN_GRADIENTS}"
+            )
+        super().load_optimizer_state_dict(checkpoint)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

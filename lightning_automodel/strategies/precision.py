@@ -58,6 +58,8 @@ class FSDP2Precision(Precision):
         self.clip_norm: Callable[[Iterable[Tensor], float], Tensor] = clip_grad_norm_
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         """Surrounds autograd's work alone; hooks before and behind it (``on_after_backward``) are outside."""
+        self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Surrounds hooks that look at gradients before a step."""
         self.norm: Tensor | None = None
         """Of the gradients that were clipped last, before that: on the device, nobody has waited for it."""
 
@@ -132,7 +134,7 @@ class FSDP2Precision(Precision):
 
     @override
     def _after_closure(self, model: "pl.LightningModule", optimizer: Any) -> None:
-        with whole_numbers():
+        with whole_numbers(), self.around_hooks():
             super()._after_closure(model, optimizer)
 
     # ---- clipping ----------------------------------------------------------------------------------------------------

@@ -1,19 +1,31 @@
 """What users do between the passes of modules that Megatron-FSDP shards, with the weights of one device."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from torch import Tensor
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
-from tests.support.training import Descending, Recorder, batches, make_trainer, tiny_llama
+from tests.support.training import (
+    HIDDEN,
+    VOCABULARY,
+    Descending,
+    Recorder,
+    SaveAfter,
+    batches,
+    make_trainer,
+    tiny_llama,
+)
 
 
 class ChangesGradients(Recorder):
@@ -139,7 +151,46 @@ class Averaged(Descending):
         self.model = tiny_llama()
 
 
-CASES: list[type[Descending] | type[Recorder]] = [
+class TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.ways = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+
+    def forward(self, ids: Tensor, way: int) -> Tensor:
+        return self.head(self.ways[way](self.embedding(ids)))
+
+
+class Skips(Descending):
+    """Calls one of two layers in turns; the other one has no gradient, and neither decays nor moves on."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                self.model = TwoWays()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        logits = self.model(batch[0], self.trainer.global_step % 2)
+        return cross_entropy(logits.flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class Measured(Descending):
+    """Clips by torch's own function, by norms of its own, and by Lightning's."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        largest = max(float(gradient.norm()) for gradient in gradients)
+        total = grad_norm(self, 2)["grad_2.0_norm_total"]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * largest / float(total)
+
+
+CASES: list[type[Recorder]] = [
     ChangesGradients,
     PlainBackward,
     TwicePerGraph,
@@ -151,6 +202,8 @@ CASES: list[type[Descending] | type[Recorder]] = [
     WithoutGradients,
     Reads,
     Averaged,
+    Skips,
+    Measured,
 ]
 
 
@@ -163,8 +216,8 @@ def run(strategy: Strategy, data_size: int, case: type[Recorder]) -> dict[str, A
     return {name: gather_part(parameter) for name, parameter in module.named_parameters()}
 
 
-def on_ranks(layout: str) -> list[dict[str, Any]]:
-    return [run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, case) for case in CASES]
+def on_ranks(layout: str, cases: list[type[Recorder]]) -> list[dict[str, Any]]:
+    return [run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, case) for case in cases]
 
 
 LONG = ("megatron0-dp2", "megatron1-dp2", "megatron2-dp2", "megatron3-tp2")
@@ -172,8 +225,9 @@ LONG = ("megatron0-dp2", "megatron1-dp2", "megatron2-dp2", "megatron3-tp2")
 
 @pytest.mark.parametrize("layout", with_long(("megatron3-dp2", *LONG), *LONG))
 def test_weights_are_those_of_one_device(layout: str, pool2: Pool) -> None:
-    found = pool2.run(on_ranks, layout, trainer=True)[0]
-    for case, weights in zip(CASES, found, strict=True):
+    cases = [case for case in CASES if case is not Skips or "tp2" not in layout]  # it has no plan
+    found = pool2.run(on_ranks, layout, cases, trainer=True, timeout=60)[0]
+    for case, weights in zip(cases, found, strict=True):
         expected = run(SingleDeviceStrategy(), 1, case)
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5, msg=lambda m, case=case: f"{case}: {m}")
 
@@ -197,3 +251,34 @@ def penalize(layout: str) -> str:
 def test_second_order_is_refused(pool2: Pool) -> None:
     for message in pool2.run(penalize, "megatron3-dp2", trainer=True):
         assert "create_graph=True: a model that Megatron-FSDP shards gives no gradient of a gradient" in message
+
+
+class WithScalar(Descending):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def meet_refusals(directory: Path) -> list[str]:
+    messages = []
+    layout = LAYOUTS["megatron2-dp2"]
+    with pytest.raises(ValueError, match="no dimensions") as caught:
+        make_trainer(layout.make(), max_epochs=1).fit(WithScalar(), batches(layout.data_size))
+    messages.append(str(caught.value))
+    settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 4}
+    saver = SaveAfter(directory / "mid.ckpt", 3)
+    with pytest.raises(RuntimeError, match="micro-batches") as failed:
+        make_trainer(layout.make(), callbacks=[saver], **settings).fit(Descending(), batches(layout.data_size))
+    messages.append(str(failed.value))
+    make_trainer(FSDP2TPStrategy(), callbacks=[saver], **settings).fit(Descending(), batches(layout.data_size))
+    with pytest.raises(RuntimeError, match="micro-batches") as failed:
+        make_trainer(layout.make(), **settings).fit(Descending(), batches(layout.data_size), ckpt_path=saver.path)
+    return [*messages, str(failed.value)]
+
+
+def test_what_it_cannot_do_is_said(pool2: Pool, tmp_path: Path) -> None:
+    for scalar, saved, resumed in pool2.run(meet_refusals, tmp_path, trainer=True):
+        assert "scale of LlamaForCausalLM has no dimensions" in scalar
+        assert "save after an optimizer step" in saved
+        assert "mid.ckpt was saved between the micro-batches of an optimizer step" in resumed
+        assert "FSDP2TPStrategy" in resumed

@@ -19,6 +19,7 @@ from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import cast_parameters
 from lightning_automodel.mesh import Axes
+from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.compute_dtype import Cast
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.megatron_fsdp.plain import make_plain
@@ -74,8 +75,13 @@ def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> N
     """Run the stages on ``model`` in place; its parameters may be on meta.
 
     Raises:
-        ValueError: if tp does not fit the model, or it has no plan.
+        ValueError: if tp does not fit the model, or it has no plan; for a parameter without dimensions.
     """
+    if scalar := next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None):
+        raise ValueError(
+            f"{scalar} of {class_names(model)[0]} has no dimensions, and Megatron-FSDP shards rows; give it the shape "
+            "[1], or use DDPStrategy"
+        )
     apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
 
 

@@ -7,14 +7,15 @@ The library's wrapper is not in the module tree, so names stay; it is told by ho
     end_backward               the window's end: gradients are reduced, parameters become those that the optimizer has
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
@@ -22,13 +23,12 @@ from lightning_automodel._compat.megatron_fsdp import (
 )
 from lightning_automodel._compat.tensors import version_of
 from lightning_automodel.config import MegatronFSDPConfig
-from lightning_automodel.distributed.boxes import Box, boxes_at
-from lightning_automodel.distributed.logs import log
+from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.distributed.replica_checksums import Replicas
-from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import scale_
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
 from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_classes
+from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards, local_part
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 
 
@@ -71,11 +71,19 @@ class ShardedModules:
         self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
-        starts = self._describe(slices)
+        self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
+        starts, self._copies = describe_shards(
+            self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
+        )
         if dtypes.main is not None:
             self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
         self.units = tuple(units)
         self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
+        self._by_memory: dict[tuple[int, int], int] = {}
+        self._reached: set[str] = set()
+        for name, raw in self.wrapper.raw_param.items():
+            if raw.requires_grad:
+                raw.register_post_accumulate_grad_hook(partial(self._note, name))
         self._window_is_closed = self._is_outdated = True
         self._writes_seen = 0
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
@@ -129,8 +137,8 @@ class ShardedModules:
         if self.wrapper.is_last_microbatch:
             self.wrapper.finish_grad_sync()
             self._window_is_closed = True
-            if self.config.check_for_nan_in_grad:
-                self._check_finite()
+            self._give_empty_gradients()
+            self._check_gradients()
         else:
             self._use_those_of_optimizer()
 
@@ -140,7 +148,7 @@ class ShardedModules:
 
     def _writes(self) -> int:
         """Count writes to the optimizer's parameters, but those by ``parameter.data``, which torch does not count."""
-        return sum(version_of(p) + version_of(_local(p.detach())) for p in self._parameters.values())
+        return sum(version_of(p) + version_of(local_part(p.detach())) for p in self._parameters.values())
 
     def _trained_now(self) -> set[tuple[str, str]]:
         """Name what trains, among the parameters that compute and among those that the optimizer has."""
@@ -161,7 +169,7 @@ class ShardedModules:
     def _follow_zero_grad(self) -> None:
         """Clear the library's buffers of gradients, which ``zero_grad`` of an optimizer does not know."""
         left = [p for p in self._parameters.values() if p.grad is not None]
-        if left and not any(bool(_local(p.grad).any()) for p in left):
+        if left and not any(bool(local_part(p.grad).any()) for p in left):
             left = []  # zero_grad(set_to_none=False)
         if not left:
             self.wrapper.zero_grad_buffer()
@@ -184,11 +192,47 @@ class ShardedModules:
                 item = group.main_grad_buffer.param_idx[raw]
                 group.main_grad_buffer.get_item(item, only_shard=True).zero_()
 
-    def _check_finite(self) -> None:
-        if not torch.isfinite(self.total_norm(self._parameters.values())):
+    def _note(self, name: str, _: Tensor) -> None:
+        """Note that a backward pass of this window reached a parameter: a hook of the one that computes."""
+        self._reached.add(name)
+
+    def _give_empty_gradients(self) -> None:
+        """Give a rank whose shard is empty an empty gradient, or it would stay out of what others compute."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _check_gradients(self) -> None:
+        """Look whether gradients are finite, and take those away that no backward pass reached: they are zero, with
+        which an optimizer still decays and moves a parameter.
+        """
+        trained = [name for name, p in self._parameters.items() if p.requires_grad]
+        unused = [name for name in trained if name not in self._reached]
+        self._reached = set()
+        if not self.config.check_for_nan_in_grad:
+            self._warn_of_unused(unused)
+            return
+        power = self._power(self._parameters.values(), 2.0)
+        sums = torch.stack([power, torch.tensor(float(len(unused)), device=power.device)])
+        dist.all_reduce(sums)
+        if not torch.isfinite(sums[0]):
             raise ValueError(
                 "a gradient is NaN or infinite; look for the first loss that is, or set "
                 "MegatronFSDPConfig(check_for_nan_in_grad=False) to go on all the same"
+            )
+        if sums[1] > 0:
+            everywhere = torch.tensor([float(name in unused) for name in trained], device=power.device)
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+            for name, is_unused in zip(trained, everywhere.tolist(), strict=True):
+                if is_unused:
+                    self._parameters[name].grad = None
+
+    def _warn_of_unused(self, names: list[str]) -> None:
+        if names:
+            warn_once(
+                f"no backward pass reached {names[0].partition('.')[2]}, and Megatron-FSDP gives it a gradient of "
+                "zeros, with which weight decay and momentum still change it; freeze what is never used, or leave "
+                "MegatronFSDPConfig(check_for_nan_in_grad=True), which looks at this too"
             )
 
     def after_evaluation(self) -> None:
@@ -199,12 +243,12 @@ class ShardedModules:
     def replicas(self, _: nn.Module) -> Iterator[Replicas]:
         """Yield what is to be equal over tp (cut differently over dp, perhaps), and without sharding over dp."""
         is_sharded, data = self.config.zero_dp_strategy > 0, self._dp_mesh.get_group()
-        tensors = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items() if name in self._whole}
+        tensors = {name.partition(".")[2]: local_part(p) for name, p in self._parameters.items() if name in self._whole}
         if self._tp_mesh.size() > 1:
             shards_over = data if is_sharded else None
             yield Replicas(axis="tp", group=self._tp_mesh.get_group(), tensors=tensors, shards_over=shards_over)
         if not is_sharded and data.size() > 1:
-            own = {name.partition(".")[2]: _local(p) for name, p in self._parameters.items()}
+            own = {name.partition(".")[2]: local_part(p) for name, p in self._parameters.items()}
             yield Replicas(axis="dp", group=data, tensors=own)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -214,14 +258,51 @@ class ShardedModules:
 
         Ranks may hold no gradient at all, so every rank takes part whatever it holds.
         """
-        device = torch.device(self._dp_mesh.device_type)
-        total = torch.zeros((), device=device)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                power = _local(parameter.grad).float().norm(norm_type) ** norm_type
-                total = total + power / self._copies[parameter]
+        total = self._power(parameters, norm_type)
         dist.all_reduce(total)
         return total ** (1 / norm_type)
+
+    def _power(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Compute this rank's term of the sum over ``|g| ** norm_type``."""
+        total = torch.zeros((), device=torch.device(self._dp_mesh.device_type))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                power = local_part(parameter.grad).float().norm(norm_type) ** norm_type
+                total = total + power / self._copies[parameter]
+        return total
+
+    def norm_of(self, tensor: Tensor, norm_type: float) -> Tensor | None:
+        """Computes the norm of one parameter or gradient over all ranks; ``None`` for a tensor that is neither.
+
+        Collective. A DTensor knows the data ranks alone: its own norm is that of this rank's slice of tp.
+        """
+        if not isinstance(tensor, DTensor) or tensor.device_mesh != self._mesh:
+            return None
+        local, memory = local_part(tensor).float(), _memory(tensor)
+        if memory not in self._by_memory:
+            self._by_memory = self._copies_by_memory()
+        copies = self._by_memory.get(memory)
+        if local.numel() and copies is None:
+            raise ValueError(
+                f"the norm of a tensor of shape {tuple(tensor.shape)}, which tp={self._tp_mesh.size()} may have cut, "
+                "would be that of a part; take it of a parameter or a gradient itself, and scale the norm"
+            )
+        if math.isinf(norm_type):
+            largest = local.abs().amax() if local.numel() else local.new_zeros(())
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            return largest
+        total = local.norm(norm_type) ** norm_type / (copies or 1)
+        dist.all_reduce(total)
+        return total ** (1 / norm_type)
+
+    def _copies_by_memory(self) -> dict[tuple[int, int], int]:
+        """Tell how many ranks hold a parameter or gradient, by its memory: ``parameter.grad.data`` is a new object."""
+        found = {}
+        for parameter in self._parameters.values():
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None:
+                    found[_memory(tensor)] = self._copies[parameter]
+        return found
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scales gradients in place so that their norm is at most ``max_norm``; returns the norm before."""
@@ -230,86 +311,13 @@ class ShardedModules:
         scale_((p.grad for p in parameters if p.grad is not None), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    # ---- which rank holds what ---------------------------------------------------------------------------------------
-
     def _keep_originals(self, originals: dict[str, Tensor], starts: dict[str, int]) -> None:
         """Restore the optimizer's parameters from wide originals: they were made from narrow ones, and lost digits."""
         for name, value in originals.items():
-            local = _local(self._parameters[name].detach())
-            local.copy_(value[starts[name] : starts[name] + _rows(local)])
-
-    def _describe(self, slices: dict[str, Any]) -> dict[str, int]:
-        """Tells checkpoints where each parameter's rows are, and returns where this rank's begin. Collective."""
-        mine = {name: _rows(p) for name, p in self._parameters.items()}
-        rows = _gather(_gather(mine, self._dp_mesh), self._tp_mesh)  # by place on tp, on dp, and name
-        self._ranks = _gather(dist.get_process_group_ranks(self._tp_mesh.get_group()), self._dp_mesh)
-        self._copies: dict[Tensor, int] = {}
-        for name, parameter in self._parameters.items():
-            found = slices[name]
-            shape = found.shape if found else self.wrapper.raw_param[name].shape
-            placement = found.placement if found else Replicate()
-            partition = self._partition(
-                torch.Size(shape), placement, [[each[name] for each in by_dp] for by_dp in rows]
-            )
-            set_partition(parameter, partition)
-            self._copies[parameter] = partition.copies
-        own = rows[self._tp_mesh.get_local_rank()]
-        before = own[: self._dp_mesh.get_local_rank()] if self.config.zero_dp_strategy > 0 else []
-        return {name: sum(each[name] for each in before) for name in self._parameters}
-
-    def _partition(self, shape: torch.Size, placement: Any, rows: list[list[int]]) -> Partition:
-        tp, dp = self._tp_mesh.size(), self._dp_mesh.size()
-        by_tp = [boxes_at(shape, (tp,), (placement,), (i,)) for i in range(tp)]
-        is_sharded = self.config.zero_dp_strategy > 0
-        starts = [[sum(by_dp[:i]) if is_sharded else 0 for i in range(dp)] for by_dp in rows]
-        parts = {
-            (d, t): [cut for box in by_tp[t] if (cut := _cut(box, starts[t][d], rows[t][d]))]
-            for d in range(dp)
-            for t in range(tp)
-        }
-        ranks = self._ranks
-        tp_once = [0] if placement.is_replicate() else range(tp)
-        dp_once = range(dp) if is_sharded else [0]
-        d, t = self._dp_mesh.get_local_rank(), self._tp_mesh.get_local_rank()
-        copies, index = 1, 0
-        if placement.is_replicate():
-            copies, index = tp, t
-        if not is_sharded:
-            copies, index = copies * dp, index * dp + d
-        return Partition(
-            shape=shape,
-            mine=parts[d, t],
-            holders=[(ranks[i][j], parts[i, j]) for i in dp_once for j in tp_once],
-            copies=copies,
-            index=index,
-        )
+            local = local_part(self._parameters[name].detach())
+            local.copy_(value[starts[name] : starts[name] + count_rows(local)])
 
 
-def _gather(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """Gathers what each rank of an axis passes, in order. Collective."""
-    values: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(values, value, group=mesh.get_group())
-    return values
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _rows(parameter: Tensor) -> int:
-    local = _local(parameter.detach())
-    return local.shape[0] if local.numel() and local.ndim else 0
-
-
-def _cut(box: Box, start: int, count: int) -> Box | None:
-    """Cuts a box to ``count`` rows of the rank's slice, from row ``start`` on."""
-    first = max(box.local_offsets[0], start)
-    last = min(box.local_offsets[0] + box.sizes[0], start + count)
-    if first >= last:
-        return None
-    return Box(
-        offsets=(box.offsets[0] + first - box.local_offsets[0], *box.offsets[1:]),
-        local_offsets=(first - start, *box.local_offsets[1:]),
-        sizes=(last - first, *box.sizes[1:]),
-    )
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    local = local_part(tensor.detach())
+    return local.data_ptr(), local.numel()

@@ -1,0 +1,119 @@
+"""Which rank holds what of the shards of Megatron-FSDP: rows of slices of tensor parallelism, in uneven numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_automodel.distributed.boxes import Box, boxes_at
+from lightning_automodel.distributed.uneven_shards import Partition, set_partition
+from lightning_automodel.parallel.megatron_fsdp.plain import Slice
+
+
+def describe_shards(
+    parameters: Mapping[str, Tensor],
+    slices: Mapping[str, Slice | None],
+    raw: Mapping[str, Tensor],
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    is_sharded: bool,
+) -> tuple[dict[str, int], dict[Tensor, int]]:
+    """Tells checkpoints where each parameter's rows are. Collective.
+
+    Args:
+        parameters: those of the optimizer, by name.
+        slices: what each is of the whole one; ``None`` for one that is whole on every rank of tp.
+        raw: those that compute, by the same names.
+        dp_mesh: ranks that share the parameters.
+        tp_mesh: ranks that hold slices.
+        is_sharded: over ``dp_mesh``; else all of its ranks hold the same.
+
+    Returns:
+        where this rank's rows begin, by name, and how many ranks hold what it holds.
+    """
+    mine = {name: count_rows(p) for name, p in parameters.items()}
+    rows = _gather(_gather(mine, dp_mesh), tp_mesh)  # by place on tp, on dp, and name
+    ranks = _gather(dist.get_process_group_ranks(tp_mesh.get_group()), dp_mesh)
+    copies: dict[Tensor, int] = {}
+    for name, parameter in parameters.items():
+        found = slices[name]
+        shape = torch.Size(found.shape if found else raw[name].shape)
+        placement = found.placement if found else Replicate()
+        by_tp = [[each[name] for each in by_dp] for by_dp in rows]
+        partition = _partition(shape, placement, by_tp, ranks, dp_mesh, tp_mesh, is_sharded)
+        set_partition(parameter, partition)
+        copies[parameter] = partition.copies
+    own = rows[tp_mesh.get_local_rank()]
+    before = own[: dp_mesh.get_local_rank()] if is_sharded else []
+    return {name: sum(each[name] for each in before) for name in parameters}, copies
+
+
+def _partition(
+    shape: torch.Size,
+    placement: Placement,
+    rows: list[list[int]],
+    ranks: list[list[int]],
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    is_sharded: bool,
+) -> Partition:
+    tp, dp = tp_mesh.size(), dp_mesh.size()
+    by_tp = [boxes_at(shape, (tp,), (placement,), (i,)) for i in range(tp)]
+    starts = [[sum(by_dp[:i]) if is_sharded else 0 for i in range(dp)] for by_dp in rows]
+    parts = {
+        (d, t): [cut for box in by_tp[t] if (cut := _cut(box, starts[t][d], rows[t][d]))]
+        for d in range(dp)
+        for t in range(tp)
+    }
+    tp_once = [0] if placement.is_replicate() else range(tp)
+    dp_once = range(dp) if is_sharded else [0]
+    d, t = dp_mesh.get_local_rank(), tp_mesh.get_local_rank()
+    copies, index = 1, 0
+    if placement.is_replicate():
+        copies, index = tp, t
+    if not is_sharded:
+        copies, index = copies * dp, index * dp + d
+    return Partition(
+        shape=shape,
+        mine=parts[d, t],
+        holders=[(ranks[i][j], parts[i, j]) for i in dp_once for j in tp_once],
+        copies=copies,
+        index=index,
+    )
+
+
+def local_part(tensor: Tensor | None) -> Tensor:
+    """Returns what this rank holds."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def count_rows(parameter: Tensor) -> int:
+    """Counts the rows that this rank holds."""
+    local = local_part(parameter.detach())
+    return local.shape[0] if local.numel() and local.ndim else 0
+
+
+def _gather(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """Gathers what each rank of an axis passes, in order. Collective."""
+    values: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(values, value, group=mesh.get_group())
+    return values
+
+
+def _cut(box: Box, start: int, count: int) -> Box | None:
+    """Cuts a box to ``count`` rows of the rank's slice, from row ``start`` on."""
+    first = max(box.local_offsets[0], start)
+    last = min(box.local_offsets[0] + box.sizes[0], start + count)
+    if first >= last:
+        return None
+    return Box(
+        offsets=(box.offsets[0] + first - box.local_offsets[0], *box.offsets[1:]),
+        local_offsets=(first - start, *box.local_offsets[1:]),
+        sizes=(last - first, *box.sizes[1:]),
+    )
