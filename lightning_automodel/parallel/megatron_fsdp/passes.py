@@ -47,7 +47,11 @@ class Passes:
     def backward(self) -> Generator[None, None, None]:
         """Surrounds one backward pass."""
         self._begin()
-        yield
+        try:
+            yield
+        except BaseException:
+            self._is_backward = False  # what the pass has left of gradients is lost; the model can be used
+            raise
         self._end()
 
     def _enter(self, module: nn.Module, args: tuple) -> None:

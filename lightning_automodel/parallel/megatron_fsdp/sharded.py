@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.dtensor import writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
     use_raw_parameters,
 )
-from lightning_automodel._compat.tensors import version_of
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.distributed.replica_checksums import Replicas
@@ -148,7 +148,7 @@ class ShardedModules:
 
     def _writes(self) -> int:
         """Count writes to the optimizer's parameters, but those by ``parameter.data``, which torch does not count."""
-        return sum(version_of(p) + version_of(local_part(p.detach())) for p in self._parameters.values())
+        return sum(map(writes_into, self._parameters.values()))
 
     def _trained_now(self) -> set[tuple[str, str]]:
         """Name what trains, among the parameters that compute and among those that the optimizer has."""
