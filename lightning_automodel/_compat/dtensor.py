@@ -114,8 +114,14 @@ def _average_gradients_of_whole() -> None:
         ranks = math.prod(size for size, differs in zip(mesh.shape, of_data, strict=False) if differs)
         if grad_placements is not None or ranks == 1 or not (self.requires_grad and torch.is_grad_enabled()):
             return original(self, grad_placements=grad_placements)
-        whole = original(self, grad_placements=[Partial() if differs else Replicate() for differs in of_data])
-        whole.register_hook(lambda gradient: gradient / ranks)
+        differing = [Partial() if differs else Replicate() for differs in of_data]
+        if not any(placement.is_partial() for placement in self.placements):
+            whole = original(self, grad_placements=differing)
+            whole.register_hook(lambda gradient: gradient / ranks)
+            return whole
+        # A norm or mean of a parameter: torch cannot bring partial gradients to placements like these.
+        whole = original(self)
+        whole.register_hook(lambda gradient: original(DTensor.from_local(gradient / ranks, mesh, differing)))
         return whole
 
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]

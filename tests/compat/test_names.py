@@ -4,7 +4,7 @@ import ast
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -19,11 +19,11 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_automodel import mesh as meshes
 from lightning_automodel._compat import fsdp2
-from lightning_automodel._compat.dtensor import strided_shard
+from lightning_automodel._compat.dtensor import average_gradients_of_whole, strided_shard
 from lightning_automodel._compat.fsdp2 import parameter_groups, reduce_unused_parameters
 from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import recorded_outputs
@@ -149,6 +149,28 @@ def gathered() -> bool:
 
 def test_fused_weights_can_be_gathered(pool2: Pool) -> None:
     assert pool2.run(gathered) == [True, True]
+
+
+SCALARS: list[Callable[[Tensor], Tensor]] = [Tensor.norm, Tensor.mean, Tensor.amax, lambda p: p.square().sum()]
+
+
+def gradients_of_scalars() -> list[float]:
+    """Runs on each rank: differences from one process, where a rank's samples weigh a scalar of a parameter."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dist.get_rank()
+    average_gradients_of_whole(["dp"])
+    torch.manual_seed(0)
+    whole, differences = torch.randn(4, 3, requires_grad=True), []
+    for scalar in SCALARS:
+        parameter = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+        (scalar(parameter).full_tensor() * (1 + rank)).backward()  # type: ignore[attr-defined]
+        expected = torch.autograd.grad(scalar(whole) * 1.5, whole)[0]
+        differences.append(float((parameter.grad.full_tensor() - expected).abs().max()))  # type: ignore[union-attr]
+    return differences
+
+
+def test_gradients_of_whole_scalars_are_averaged(pool2: Pool) -> None:
+    for differences in pool2.run(gradients_of_scalars):
+        assert max(differences) < 1e-6
 
 
 class Uneven(nn.Module):
