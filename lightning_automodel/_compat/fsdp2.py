@@ -164,6 +164,12 @@ def unreduced_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
     return None
 
 
+def has_replicas(group: Any) -> bool:
+    """Tell whether the shards of an FSDP2 parameter group are held by several groups of ranks."""
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    return replicas is not None and replicas.size() > 1
+
+
 def _groups_of(mesh: Any) -> list[ProcessGroup]:
     both = (getattr(mesh, name, None) for name in ("shard_process_group", "replicate_process_group"))
     return [group for group in both if group is not None]

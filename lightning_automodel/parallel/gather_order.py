@@ -13,9 +13,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
+import torch
 from torch import nn
 
-from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
+from lightning_automodel._compat.fsdp2 import fsdp_units, has_replicas, parameter_groups
 
 _MOST = 4096  # calls whose layers are remembered
 _numbers = count()
@@ -56,7 +57,8 @@ class _Note:
     number: int
 
     def __call__(self, unit: nn.Module, args: tuple) -> None:
-        if any(group.is_sharded for group in parameter_groups(unit)):
+        # What is read without gradients is gathered within a replica alone: each may read its own.
+        if any(g.is_sharded and (torch.is_grad_enabled() or not has_replicas(g)) for g in parameter_groups(unit)):
             digest = zlib.crc32(self.number.to_bytes(4, "big"), _since_last_step.digest)
             _since_last_step.digest = digest & 0x7FFFFF
             _since_last_step.layers.append(unit)

@@ -23,6 +23,7 @@ from lightning_automodel._compat.lightning import (
     optimizers_to_device,
 )
 from lightning_automodel._compat.modules import have_gradient_hooks
+from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
@@ -96,6 +97,7 @@ class SharedHooks(SavingStrategy):
             self._end_background_save()
             super().teardown()
         finally:
+            take_gathers()  # those of a run that failed are not the next one's, and they keep its model
             self._preemption.remove()
 
     @override

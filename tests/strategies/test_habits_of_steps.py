@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
+from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
@@ -379,6 +380,24 @@ class ChosenHeads(Noted):
     def loss(self, batch: list[Tensor]) -> Tensor:
         hidden = self.model(input_ids=batch[0], output_hidden_states=True).hidden_states[-1]
         return self.heads[self.trainer.strategy.data_rank](hidden).square().mean()  # type: ignore[attr-defined]
+
+
+class ReadsByItself(Noted):
+    """Its ranks read the model for themselves, a number of times each, as in generation of several lengths."""
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for _ in range(1 + self.trainer.strategy.data_rank):  # type: ignore[attr-defined]
+                self.model(input_ids=batch[0])
+
+
+def read_by_replicas() -> int:
+    make_trainer({"dp_replicate": 2, "dp_shard": 1}, max_epochs=1).fit(ReadsByItself(), batches(2))
+    return len(take_gathers().layers)
+
+
+def test_replicas_may_read_each_for_itself(pool2: Pool) -> None:
+    assert pool2.run(read_by_replicas, trainer=True) == [0, 0]  # nothing keeps a model behind its run
 
 
 UNEXPECTED: list[tuple[Any, tuple[Any, ...], str]] = [
