@@ -19,7 +19,9 @@ def watch_gathered(model: nn.Module) -> None:
     stale ones, and gradients of gradients.
     """
     model.register_forward_pre_hook(_check_trained, prepend=True)
-    model.register_forward_pre_hook(_TakesData(), prepend=True)
+    for unit in fsdp_units(model):  # any of them may be called by itself
+        assert isinstance(unit, nn.Module)
+        unit.register_forward_pre_hook(_TakesData(), prepend=True)
     model.register_forward_hook(_look_behind)
     note_gathers(model)
 
@@ -30,9 +32,9 @@ class _TakesData:
     def __init__(self) -> None:
         self._seen = times_data_was_given()
 
-    def __call__(self, model: nn.Module, args: tuple) -> None:
+    def __call__(self, unit: nn.Module, args: tuple) -> None:
         if self._seen != (times := times_data_was_given()):
-            take_given_data(model)
+            take_given_data(unit)
             self._seen = times
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
+from lightning_automodel.distributed.shards import local_tensor
+from lightning_automodel.parallel.megatron_fsdp.passes import Passes
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import Adapted, lora
 from tests.parallel.levers.collectives import Collectives
@@ -40,12 +41,12 @@ def counted(layout: str, directory: Path) -> dict[str, Any]:
     trainer = make_trainer(chosen.make(), max_steps=1)
     trainer.fit(module, batches(chosen.data_size))
     found, (optimizer,) = module.collectives.found["bytes"], trainer.optimizers
-    sharded = [value for value in vars(module).values() if isinstance(value, ShardedModules)]
+    sharded = [value.sharded for value in vars(module).values() if isinstance(value, Passes)]
     groups = [group for each in sharded for group in each.wrapper.param_and_grad_buffer.parameter_groups]
     held = [p for group in groups if group.main_grad_buffer is not None for p in group.params]
     return {
         "reduced": sum(count for kind, count in found.items() if "reduce" in kind) // 4,
-        "states": sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.ndim),
+        "states": sum(local_tensor(x).numel() for state in optimizer.state.values() for x in state.values() if x.ndim),
         "trained": sum(p.numel() for name, p in module.named_parameters() if "lora_" in name),
         "held": None if not groups else sum(p.numel() for p in held),
         "frozen": [n for n, p in module.named_parameters() if not p.requires_grad and p.grad is not None],

@@ -242,6 +242,26 @@ def test_data_that_does_not_fit_is_refused(pool2: Pool) -> None:
         assert f"({HIDDEN},), and value has (3,)" in short
 
 
+def give_to_a_block() -> list[float]:
+    module = Recorder()
+    make_trainer({"dp_shard": 2}, max_steps=1).fit(module, batches(2))
+    decoder = module.model.model
+    block, x = decoder.layers[0], torch.randn(1, 6, HIDDEN)
+    rotation = decoder.rotary_emb(x, torch.arange(6)[None])
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            found.append(float((block(x, position_embeddings=rotation) - x).norm()))
+            for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+                projection.weight.data = projection.weight.data * 0
+    return found
+
+
+def test_a_block_that_is_called_alone_has_its_data(pool2: Pool) -> None:
+    for before, after in pool2.run(give_to_a_block, trainer=True):
+        assert after == 0 < before
+
+
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,8 @@ class States(Noted):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
-        return output.loss + sum(x.cumsum(1).square().mean() for x in output.hidden_states)
+        states = self.model(input_ids=batch[0], output_hidden_states=True, return_dict=False)[-1]
+        return output.loss + sum(x.cumsum(1).square().mean() for x in (*output.hidden_states, *states))
 
 
 CASES = [Attentions, Hooked, SecondNames, Gathered]

@@ -50,15 +50,21 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
     return streams
 
 
-def _gather_recorded(group: ProcessGroup, model: nn.Module, args: tuple, output: Any) -> None:
+def _gather_recorded(group: ProcessGroup, model: nn.Module, args: tuple, output: Any) -> Any:
     """Make hidden states whole that transformers has recorded of blocks, when they leave ``model``."""
-    if not isinstance(output, ModelOutput):
-        return
-    for key in [key for key in output if key.endswith("hidden_states") and isinstance(output[key], tuple)]:
-        lengths = [getattr(x, LENGTH, None) for x in output[key]]
-        if any(lengths):
-            pairs = zip(output[key], lengths, strict=True)
-            output[key] = tuple(gather(x, 1, length, group) if length else x for x, length in pairs)
+    if isinstance(output, ModelOutput):
+        for key, value in list(output.items()):
+            output[key] = _whole(group, value)
+    elif isinstance(output, tuple):  # return_dict=False
+        return tuple(_whole(group, value) for value in output)
+    return output
+
+
+def _whole(group: ProcessGroup, value: Any) -> Any:
+    lengths = [getattr(x, LENGTH, None) for x in value] if isinstance(value, tuple) else []
+    if not any(lengths):
+        return value
+    return tuple(gather(x, 1, length, group) if length else x for x, length in zip(value, lengths, strict=True))
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
