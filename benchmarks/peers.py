@@ -7,8 +7,9 @@ of transformers' Trainer and of our CausalLM. Each library is used as its docume
 case is shown with its error, in its own words.
 
 Every run of the first table is a command of its own, ``torchrun`` on two ranks: its first step includes imports and
-reading. The other tables start from processes that have imported already. Memory is the peak of a rank's resident
-memory until the save, libraries included. The tables mix what holds everything on every rank (**DDP**) with what keeps
+reading; one that is not counted runs before them, so that all find the libraries in memory. The other tables start from
+processes that have imported already. Memory is the peak of a rank's resident memory until the save, libraries included.
+The tables mix what holds everything on every rank (**DDP**) with what keeps
 half of weights, gradients and moments on a rank (**FSDP2**: our default, ``fully_shard``, ModelParallelStrategy,
 DistributedConfig): DDP sends less for a step and holds more, so compare one with one. Saves differ in what they write,
 which their column shows: some leave out the frozen base of LoRA, and with DDP one rank writes alone.

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,7 +59,7 @@ where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks f
 
 
 _WAS_GIVEN_DATA = "_was_given_data"  # no weak reference: a tensor that has one cannot be swapped, as Module.to does
-_GIVEN: Counter[str] = Counter()
+_times_given = 0
 
 
 @functools.cache
@@ -73,6 +72,7 @@ def let_data_be_given() -> None:
 
 
 def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: Any) -> None:
+    global _times_given
     if not isinstance(value, DTensor):
         raise TypeError(
             "tensor.data = value: the tensor is sharded, and value is a plain one; give its shards: distribute_tensor("
@@ -87,7 +87,7 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
     describe(tensor, given)
     tensor._local_tensor, tensor._spec = given._local_tensor.contiguous(), given._spec
     setattr(tensor, _WAS_GIVEN_DATA, True)
-    _GIVEN["times"] += 1
+    _times_given += 1
 
 
 def average_gradients_of_whole(axes: Iterable[str]) -> None:
@@ -129,7 +129,7 @@ def _average_gradients_of_whole() -> None:
 
 def times_data_was_given() -> int:
     """Count the ``p.data = value`` on sharded tensors of this process."""
-    return _GIVEN["times"]
+    return _times_given
 
 
 def take_given_data(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Private names of FSDP2: its units, their groups of parameters, and what they have not reduced."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -150,13 +150,13 @@ def pending_gradients(
             yield held.sharded_param, gradient, partial(_own_chunk, mesh=mesh, dim=dim), _groups_of(mesh)
 
 
-def unreduced_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
-    """Find a parameter below ``module`` with a gradient that FSDP2 has not reduced and does not hold for later.
+def unreduced_parameter(units: Iterable[FSDPModule]) -> tuple[nn.Module, str] | None:
+    """Find a parameter of ``units`` with a gradient that FSDP2 has not reduced and does not hold for later.
 
     Returns:
         the module that has it, and its name there.
     """
-    for group in (group for unit in fsdp_units(module) for group in parameter_groups(unit) if group.reduce_grads):
+    for group in (group for unit in units for group in parameter_groups(unit) if group.reduce_grads):
         for held in group.fsdp_params:
             whole = getattr(held, "_unsharded_param", None)
             if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):

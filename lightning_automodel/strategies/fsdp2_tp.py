@@ -8,11 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
+from lightning_automodel._compat.fsdp2 import fsdp_units
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
@@ -99,6 +101,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             process_group_backend=process_group_backend or self.config.backend,
             timeout=timeout,
         )
+        self._units: list[FSDPModule] = []  # of the module that trains
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "ep": ep}
         self._check_requested()
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
@@ -221,6 +224,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             warn_once(
                 f"{name} has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
             )
+        self._units = fsdp_units(self._module)
         super().on_train_start()
 
     @override
@@ -242,12 +246,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._module.automatic_optimization:
-            refuse_unreduced(self._module)
+            refuse_unreduced(self._module, self._units)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._module.automatic_optimization:
-            refuse_unreduced(self._module)
+            refuse_unreduced(self._module, self._units)
         return super().optimizer_step(*args, **kwargs)
 
     @override

@@ -1,6 +1,9 @@
 """Says what is to be done where code of a user's meets shards: a gradient that nobody reduced, and torch's errors."""
 
+from collections.abc import Iterable
+
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.fsdp2 import unreduced_parameter
 
@@ -31,13 +34,17 @@ def explain_use_of_shards(error: BaseException) -> None:
                 error.args = (f"{instead}. torch says: {text}", *error.args[1:])
 
 
-def refuse_unreduced(module: nn.Module) -> None:
-    """Check, when a step's gradients have been reduced, that no parameter of ``module`` has one that was not.
+def refuse_unreduced(module: nn.Module, units: Iterable[FSDPModule]) -> None:
+    """Check, when a step's gradients have been reduced, that no parameter has one that was not.
+
+    Args:
+        module: its names are those of the message.
+        units: FSDP2's in ``module``.
 
     Raises:
         ValueError: naming the parameter, and the cause that is known.
     """
-    found = unreduced_parameter(module)
+    found = unreduced_parameter(units)
     if found is None:
         return
     owner, parameter = found

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
+from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.megatron_fsdp.plain import Slice
 
 
@@ -87,15 +88,9 @@ def _partition(
     )
 
 
-def local_part(tensor: Tensor | None) -> Tensor:
-    """Returns what this rank holds."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def count_rows(parameter: Tensor) -> int:
     """Counts the rows that this rank holds."""
-    local = local_part(parameter.detach())
+    local = to_local_if_dtensor(parameter.detach())
     return local.shape[0] if local.numel() and local.ndim else 0
 
 

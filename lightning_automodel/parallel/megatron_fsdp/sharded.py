@@ -25,10 +25,10 @@ from lightning_automodel._compat.megatron_fsdp import (
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.distributed.replica_checksums import Replicas
-from lightning_automodel.gradients import scale_
+from lightning_automodel.gradients import scale_, to_local_if_dtensor
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
 from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_classes
-from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards, local_part
+from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 
 
@@ -168,8 +168,8 @@ class ShardedModules:
 
     def _follow_zero_grad(self) -> None:
         """Clear the library's buffers of gradients, which ``zero_grad`` of an optimizer does not know."""
-        left = [p for p in self._parameters.values() if p.grad is not None]
-        if left and not any(bool(local_part(p.grad).any()) for p in left):
+        left = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if left and not any(bool(to_local_if_dtensor(gradient).any()) for gradient in left):
             left = []  # zero_grad(set_to_none=False)
         if not left:
             self.wrapper.zero_grad_buffer()
@@ -213,14 +213,15 @@ class ShardedModules:
             self._warn_of_unused(unused)
             return
         power = self._power(self._parameters.values(), 2.0)
-        sums = torch.stack([power, torch.tensor(float(len(unused)), device=power.device)])
+        sums = torch.stack([power, torch.full_like(power, len(unused))])
         dist.all_reduce(sums)
-        if not torch.isfinite(sums[0]):
+        total, missing = sums.tolist()  # the only wait of the host
+        if not math.isfinite(total):
             raise ValueError(
                 "a gradient is NaN or infinite; look for the first loss that is, or set "
                 "MegatronFSDPConfig(check_for_nan_in_grad=False) to go on all the same"
             )
-        if sums[1] > 0:
+        if missing:
             everywhere = torch.tensor([float(name in unused) for name in trained], device=power.device)
             dist.all_reduce(everywhere, dist.ReduceOp.MIN)
             for name, is_unused in zip(trained, everywhere.tolist(), strict=True):
@@ -243,12 +244,16 @@ class ShardedModules:
     def replicas(self, _: nn.Module) -> Iterator[Replicas]:
         """Yield what is to be equal over tp (cut differently over dp, perhaps), and without sharding over dp."""
         is_sharded, data = self.config.zero_dp_strategy > 0, self._dp_mesh.get_group()
-        tensors = {name.partition(".")[2]: local_part(p) for name, p in self._parameters.items() if name in self._whole}
+        tensors = {
+            name.partition(".")[2]: to_local_if_dtensor(p)
+            for name, p in self._parameters.items()
+            if name in self._whole
+        }
         if self._tp_mesh.size() > 1:
             shards_over = data if is_sharded else None
             yield Replicas(axis="tp", group=self._tp_mesh.get_group(), tensors=tensors, shards_over=shards_over)
         if not is_sharded and data.size() > 1:
-            own = {name.partition(".")[2]: local_part(p) for name, p in self._parameters.items()}
+            own = {name.partition(".")[2]: to_local_if_dtensor(p) for name, p in self._parameters.items()}
             yield Replicas(axis="dp", group=data, tensors=own)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -267,7 +272,7 @@ class ShardedModules:
         total = torch.zeros((), device=torch.device(self._dp_mesh.device_type))
         for parameter in parameters:
             if parameter.grad is not None:
-                power = local_part(parameter.grad).float().norm(norm_type) ** norm_type
+                power = to_local_if_dtensor(parameter.grad).float().norm(norm_type) ** norm_type
                 total = total + power / self._copies[parameter]
         return total
 
@@ -278,7 +283,7 @@ class ShardedModules:
         """
         if not isinstance(tensor, DTensor) or tensor.device_mesh != self._mesh:
             return None
-        local, memory = local_part(tensor).float(), _memory(tensor)
+        local, memory = to_local_if_dtensor(tensor).float(), _memory(tensor)
         if memory not in self._by_memory:
             self._by_memory = self._copies_by_memory()
         copies = self._by_memory.get(memory)
@@ -314,10 +319,10 @@ class ShardedModules:
     def _keep_originals(self, originals: dict[str, Tensor], starts: dict[str, int]) -> None:
         """Restore the optimizer's parameters from wide originals: they were made from narrow ones, and lost digits."""
         for name, value in originals.items():
-            local = local_part(self._parameters[name].detach())
+            local = to_local_if_dtensor(self._parameters[name].detach())
             local.copy_(value[starts[name] : starts[name] + count_rows(local)])
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    local = local_part(tensor.detach())
+    local = to_local_if_dtensor(tensor.detach())
     return local.data_ptr(), local.numel()
