@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
+from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.tensors import version_of
 
 __all__ = ["StridedShard"]
@@ -56,6 +57,36 @@ _HANDLERS[torch.ops.aten.equal.default] = _equal
 """Lets ``torch.equal`` answer for tensors of different shapes. torch (2.13) brings them to one placement, and fails
 where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks for parameters by it.
 """
+
+
+_DRAWS = (
+    *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "poisson", "native_dropout"),
+)
+
+
+@functools.cache
+def handle_draws(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Call ``draw(operation, arguments, keyword_arguments)`` from now on where numbers are drawn on DTensors with real
+    memory on several ranks. torch (2.13) has trackers of states for accelerators only, and no public way to add one.
+    """
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sharded = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+        if sharded.device_mesh.size() > 1 and type(sharded._local_tensor) is Tensor and not sharded.is_meta:
+            return draw(op, args, kwargs)
+        del _HANDLERS[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            _HANDLERS[op] = handle
+
+    for name in _DRAWS:
+        packet = getattr(torch.ops.aten, name)
+        overloads = (getattr(packet, overload) for overload in packet.overloads())
+        for op in overloads:
+            if not any(argument.is_out for argument in op._schema.arguments):
+                _HANDLERS[op] = handle
 
 
 _WAS_GIVEN_DATA = "_was_given_data"  # no weak reference: a tensor that has one cannot be swapped, as Module.to does

@@ -135,6 +135,13 @@ def drawing_aside(*salt: Key) -> Generator[None, None, None]:
         restore_generators(states)
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """Returns torch's default generator for ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
 def _generators() -> list[Any]:
     generators: list[Any] = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -56,6 +56,7 @@ from lightning_automodel.parallel.gathered import watch_gathered
 from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.shard_unit import FullyShard, shard_unit
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
+from lightning_automodel.parallel.whole_draws import draw_as_one_process
 from lightning_automodel.plans import Layout, Plan
 
 
@@ -77,6 +78,7 @@ class FSDP2Sharding:
     def apply(self, model: nn.Module, plan: Plan | None, layout: Layout | None) -> None:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
         let_data_be_given()
+        draw_as_one_process()
         average_gradients_of_whole(self.axes.data.mesh_dim_names or ())
         if self.sums_gradients(model):
             with concatenated_once():

@@ -1,5 +1,5 @@
 """What users do between forward, backward and step, against one process: two models that train in turn, averages and
-norms by hand, hooks that come late.
+norms by hand, random numbers on gradients and weights, hooks that come late.
 """
 
 import copy
@@ -145,6 +145,25 @@ class OwnNorms(Steps):
             gradient.div_(norm)
 
 
+class Drawn(Steps):
+    """Draws noise and dropout for its gradients, and some weights anew, on ranks whose generators differ."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        torch.manual_seed(self.global_step + 100 * self.global_rank)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for gradient in (parameter.grad for parameter in self.parameters()):
+            gradient.add_(torch.randn_like(gradient), alpha=1e-3)  # type: ignore[union-attr,arg-type]
+            gradient.copy_(functional.dropout(gradient))  # type: ignore[union-attr,arg-type]
+            gradient.mul_(torch.empty_like(gradient).bernoulli_(0.9))  # type: ignore[union-attr,arg-type]
+        nn.init.orthogonal_(self.model.model.layers[1].mlp.up_proj.weight)
+        self.model.model.norm.weight.data.normal_(1, 0.02)
+        super().on_before_optimizer_step(optimizer)
+
+
 class HookedLater(Steps):
     """A hook that runs in each micro-batch, when the gradient of that was added."""
 
@@ -200,7 +219,7 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     }
 
 
-KINDS = (InTurn, MeanTeacher, MomentumEncoder, Sharpened, Borrowed, OwnNorms, HookedLater, Unfrozen)
+KINDS = (InTurn, MeanTeacher, MomentumEncoder, Sharpened, Borrowed, OwnNorms, Drawn, HookedLater, Unfrozen)
 FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
