@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_automodel.distributed.arriving import Arriving
 from lightning_automodel.distributed.logs import warn_once
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,10 +41,7 @@ class Comparison:
             dist.all_reduce(sums, group=replicas.shards_over)
         ranks = [torch.empty_like(sums) for _ in range(replicas.group.size())]
         dist.all_gather(ranks, sums, group=replicas.group)
-        self._event = torch.cuda.Event() if sums.is_cuda else None
-        self._sums = torch.stack(ranks).to("cpu", non_blocking=True)  # [ranks, tensors]
-        if self._event is not None:
-            self._event.record()
+        self._arriving = Arriving(torch.stack(ranks))  # [ranks, tensors]
 
     def finish(self) -> None:
         """Wait for the sums, and raise if they differ.
@@ -52,16 +50,15 @@ class Comparison:
             ValueError: naming a tensor, and the ranks that hold other bits than the first one. On accelerators, where
                 sums may be added up in another order, a difference of rounding is a warning.
         """
-        if self._event is not None:
-            self._event.synchronize()
-        different = (self._sums != self._sums[0]).any(0)
+        sums = self._arriving.read()
+        different = (sums != sums[0]).any(0)
         if not different.any():
             return
         names = [name for name, differs in zip(self._replicas.tensors, different.tolist(), strict=True) if differs]
         errors = {name: self._error(self._replicas.tensors[name]) for name in names}
         worst = max(names, key=lambda name: errors[name])
         place = list(self._replicas.tensors).index(worst)
-        others = [i for i, row in enumerate(self._sums) if row[place] != self._sums[0][place]]
+        others = [i for i, row in enumerate(sums) if row[place] != sums[0][place]]
         text = _text(self._replicas.axis, worst, others, errors[worst], len(names), len(self._replicas.tensors))
         if errors[worst] > _bound(self._replicas.tensors[worst]):
             raise ValueError(text)

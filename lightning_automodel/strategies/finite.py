@@ -3,9 +3,9 @@ it where ranks gathered different layers.
 
 One vector says which gradients are not finite. All ranks agree on it, so that all do the same, and read it before the
 step, which costs nothing on CPU. A fused optimizer on an accelerator reads it there, and leaves its step out; the host
-looks one step later, and waits for nothing::
+looks one step later at a copy that came meanwhile, and waits for nothing::
 
-    backward k -> vector k -> step k, left out if vector k says so -> backward k + 1 -> host reads vector k
+    backward k -> vector k -> step k, left out if vector k says so -> backward k + 1 -> host reads copy of vector k
 """
 
 from collections import deque
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.optimization import leaves_steps_out
 from lightning_automodel._compat.tensors import each_norm
+from lightning_automodel.distributed.arriving import Arriving
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.gather_order import Gathered, take_gathers
@@ -107,7 +108,7 @@ class FiniteGuard:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self._losses: deque[Tensor] = deque(maxlen=_MOST_LOSSES)  # steps past Lightning never take them
-        self._waiting: Finding | None = None
+        self._waiting: tuple[Finding, Arriving] | None = None
 
     def record(self, loss: Tensor) -> None:
         """Keeps the loss of a micro-batch until the step."""
@@ -139,13 +140,13 @@ class FiniteGuard:
         vector, differs = found[:-2], (found[-2] != -found[-1]).float()  # the largest is not the smallest
         return Finding(module.trainer.global_step, module, parameters, vector, losses, gathered, differs)
 
-    def allows(self, finding: Finding | None) -> bool:
+    def allows(self, finding: Finding) -> bool:
         """Tells whether the step is to be taken.
 
         Raises:
             RuntimeError: on all ranks, if it is not and that is an error.
         """
-        if finding is None or finding.is_fine():
+        if finding.is_fine():
             return True
         self._report(finding)
         return False
@@ -153,13 +154,15 @@ class FiniteGuard:
     def defer(self, finding: Finding, optimizer: Optimizer) -> None:
         """Lets a fused optimizer leave its step out, and looks at what the step before has found."""
         self.settle()
-        optimizer.found_inf = finding.prevents()  # type: ignore[attr-defined]
-        self._waiting = finding
+        prevents = finding.prevents()
+        optimizer.found_inf = prevents  # type: ignore[attr-defined]
+        self._waiting = finding, Arriving(prevents)
 
     def settle(self) -> None:
         """Check what the last step has found, if nobody has."""
         waiting, self._waiting = self._waiting, None
-        self.allows(waiting)
+        if waiting is not None and waiting[1].read():
+            self._report(waiting[0])
 
     def _report(self, finding: Finding) -> None:
         if (order := finding.compare_order()) is not None:

@@ -1,6 +1,6 @@
 """A loss or a gradient that is not finite: the run ends before the step, or the step is left out, on all ranks."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.config import DDPConfig, FSDP2Config
-from lightning_automodel.strategies import precision
+from lightning_automodel.strategies import finite, precision
 from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
@@ -133,8 +133,24 @@ def test_one_element_of_any_dtype_is_seen(dtype: torch.dtype, value: float) -> N
     assert finding.vector.tolist() == [0, 0, 0, 1, 0]
 
 
+class Landed:
+    """In the place of ``Arriving``: notes what was sent, which says when it is read that nothing was found."""
+
+    sent: ClassVar[list[Tensor]] = []
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.sent.append(tensor)
+
+    def read(self) -> bool:
+        return False
+
+
 @pytest.mark.parametrize("has_gradient", [(True, True, True), (True, False, True), (False, False, False)], ids=str)
-def test_the_host_does_not_wait_for_what_is_found(has_gradient: tuple[bool, ...]) -> None:
+def test_the_host_does_not_wait_for_what_is_found(
+    has_gradient: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finite, "Arriving", Landed)
+    monkeypatch.setattr(Landed, "sent", [])
     module = L.LightningModule()
     module.trainer = L.Trainer(accelerator="cpu", barebones=True)
     with played_cuda():
@@ -144,6 +160,9 @@ def test_the_host_does_not_wait_for_what_is_found(has_gradient: tuple[bool, ...]
         guard, optimizer = FiniteGuard("error"), torch.optim.AdamW(parameters)
         guard.record(torch.zeros((), device="cuda"))
         with Moves() as moves:
-            guard.defer(guard.inspect(optimizer, module), optimizer)
+            for _ in range(3):  # the second one looks at what the first one has found, and a number of it is an error
+                guard.defer(guard.inspect(optimizer, module), optimizer)
     assert optimizer.found_inf.shape == ()
+    assert optimizer.found_inf is Landed.sent[-1]  # copied where it was found: behind it comes the next backward pass
+    assert len(Landed.sent) == 3
     assert not moves.found
