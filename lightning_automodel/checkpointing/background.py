@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class BackgroundSaver:
         self._copied.clear()
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
         arguments = (copied, states, versions, path, group)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
+        target = partial(_on_device, _device_in_use(), self._run)
+        self._thread = threading.Thread(target=target, args=arguments, name="checkpoint")
         _in_flight[:] = [self._thread]
         self._thread.start()
 
@@ -144,6 +146,19 @@ class BackgroundSaver:
         return copied
 
 
+def _device_in_use() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def _on_device(index: int | None, function: Callable[..., None], *args: Any) -> None:
+    """Call ``function`` in a new thread, which CUDA begins on the first device of a machine: torch's writer waits for a
+    stream of it, and every rank would hold memory there.
+    """
+    if index is not None:
+        torch.cuda.set_device(index)
+    function(*args)
+
+
 _CHANGED = (
     "states of an optimizer changed outside of its step() before they were copied; leave them alone between a "
     "checkpoint and the next step, or use async_save=False"
@@ -189,7 +204,7 @@ class HostMemory:
             return {key: copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
         result = copied(tree)
-        if torch.cuda.is_available():
+        if any(held.local.is_cuda for held in _held(tree)):
             torch.cuda.synchronize()
         return result
 

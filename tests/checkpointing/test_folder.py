@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint.filesystem import _SerialCpuLoader
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.checkpointing import folder as module
@@ -334,3 +336,30 @@ def test_states_that_change_before_their_copy(pool2: Pool, tmp_path: Path) -> No
     for found in pool2.run(change_before_the_copy, tmp_path, with_step=False):
         assert "states of an optimizer changed outside of its step()" in found["error"]
         assert found["was_copied"]
+
+
+def save_beside_device(directory: Path) -> tuple[list[tuple[str, int]], int]:
+    """Runs on each rank, where CUDA says that device 3 is in use: who chose a device, and how often one was waited for."""
+    chosen: list[tuple[str, int]] = []
+    waits: list[str] = []
+    calls: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: 3,
+        "set_device": lambda index: chosen.append((threading.current_thread().name, index)),
+        "synchronize": lambda: waits.append(threading.current_thread().name),
+    }
+    saver, tensors = BackgroundSaver(), {"optimizer_0": {"w": Held.of(torch.ones(3), "w")}}
+    contents = replace(contents_of({"state_dict": {"w": torch.ones(3)}}), tensors=tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_filesystem, "_OverlappingCpuLoader", lambda resolve, **_: _SerialCpuLoader(resolve))
+        for name, call in calls.items():
+            patch.setattr(torch.cuda, name, call)
+        saver.save(contents, Location.of(directory / "1.ckpt"))
+        saver.close()
+    return chosen, len(waits)
+
+
+def test_the_thread_of_a_save_is_on_the_device_of_its_rank(pool2: Pool, tmp_path: Path) -> None:
+    """A thread begins on device 0, where each rank would make a context; what lies on the host waits for no device."""
+    assert pool2.run(save_beside_device, tmp_path) == [([("checkpoint", 3)], 0)] * 2
