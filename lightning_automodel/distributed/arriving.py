@@ -7,7 +7,7 @@ from torch import Tensor
 class Arriving:
     """A copy of ``tensor`` in host memory: begun at once, read later.
 
-    ``tensor.item()`` reads in the order of the stream: whenever it is called, it waits for all that was launched before.
+    ``tensor.item()`` reads in the order of the stream: it waits for all that was launched before it is called.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -339,7 +339,7 @@ def test_states_that_change_before_their_copy(pool2: Pool, tmp_path: Path) -> No
 
 
 def save_beside_device(directory: Path) -> tuple[list[tuple[str, int]], int]:
-    """Runs on each rank, where CUDA says that device 3 is in use: who chose a device, and how often one was waited for."""
+    """Runs on each rank, where CUDA says that device 3 is in use: who chose one, and how often one was waited for."""
     chosen: list[tuple[str, int]] = []
     waits: list[str] = []
     calls: dict[str, Any] = {
