@@ -129,6 +129,7 @@ class FiniteGuard:
 
         return run
 
+    @torch.no_grad()  # what a DTensor holds is then given as it is, without an autograd function for each
     def inspect(self, optimizer: Optimizer, module: "pl.LightningModule") -> Finding:
         """Check the gradients that ``optimizer`` would use. Collective; no host synchronization."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
