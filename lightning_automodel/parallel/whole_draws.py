@@ -53,7 +53,7 @@ def _writes(op: Any) -> bool:
 
 def _whole(tensor: DTensor) -> Tensor:
     with torch.no_grad():
-        return tensor.detach().full_tensor()
+        return tensor.full_tensor()
 
 
 def _empty(tensor: DTensor) -> Tensor:
