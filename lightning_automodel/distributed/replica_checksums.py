@@ -1,6 +1,6 @@
 """Compares tensors that are to be equal on all ranks of a group, by a checksum of their bits."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from lightning_automodel.distributed.arriving import Arriving
 from lightning_automodel.distributed.logs import warn_once
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Comparison:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        sums = torch.stack([_checksum(tensor) for tensor in replicas.tensors.values()])
+        sums = checksums(replicas.tensors.values())
         if replicas.shards_over is not None:
             dist.all_reduce(sums, group=replicas.shards_over)
         ranks = [torch.empty_like(sums) for _ in range(replicas.group.size())]
@@ -77,9 +77,14 @@ class Comparison:
         return error.item()
 
 
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return sums of the bits of each of ``tensors``: int64 [tensors]."""
+    return torch.stack([_checksum(tensor) for tensor in tensors])
+
+
 def _checksum(tensor: Tensor) -> Tensor:
     """Returns the sum of the bits of all elements: int64, the same however the elements are cut into shards."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _bound(tensor: Tensor) -> float:

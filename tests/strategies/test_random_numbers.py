@@ -1,13 +1,14 @@
 """What models draw is a function of the seed, the step and the place in the mesh, whatever users draw beside them."""
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.distributed.random_numbers import RandomNumbers
@@ -123,3 +124,35 @@ def test_drift_is_an_error_that_names_the_parameter(
     message = r"final_layernorm.weight is to be equal on all ranks of the \w+ axis, but rank 1 of it"
     with pytest.raises(RankFailed, match=message):
         pool2.run(drift, layout, every, None if every else tmp_path, trainer=True)
+
+
+class Normalized(Dropping):
+    """Running statistics of each rank's samples, or of all."""
+
+    def __init__(self, of_all: bool) -> None:
+        super().__init__()
+        self.statistics, self.of_all = nn.BatchNorm1d(6), of_all
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        if self.of_all:
+            self.statistics.running_mean += self.trainer.strategy.reduce(batch[0].float().mean(0))  # type: ignore
+            return super().loss(batch)
+        return super().loss(batch) + self.statistics(batch[0].float()).square().sum()
+
+
+def said_of_buffers(layout: str, of_all: bool, directory: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(LAYOUTS[layout].make(), module=Normalized(of_all), max_steps=2, **saving(directory / layout, 1))
+    return [str(warning.message) for warning in caught if "the data ranks hold other values" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("layout", "of_all"), [("ddp-2", False), ("fsdp2-dp2", False), ("fsdp2-dp2", True)])
+def test_buffers_that_follow_the_samples_of_a_rank_are_named(
+    pool2: Pool, tmp_path: Path, layout: str, of_all: bool
+) -> None:
+    first, second = pool2.run(said_of_buffers, layout, of_all, tmp_path, trainer=True)
+    assert [message.split(":")[0] for message in first] == (
+        [] if of_all else ["statistics.running_mean and 1 more buffers of Normalized"]
+    )
+    assert second == []

@@ -23,6 +23,7 @@ from lightning_automodel.checkpointing.states import restore_model
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.modules.adapted_bases import names_left_out
+from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
 from lightning_automodel.strategies.checkpoints.newest import Replacement
 from lightning_automodel.strategies.checkpoints.own_loading import load_through
@@ -98,6 +99,7 @@ class SavingStrategy(OnMesh):
         path = Location.of(self.broadcast(filepath))
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:  # an error may leave a step half done
             self.check_replicas(self._module)
+            warn_of_buffers_apart(self._module, self.data_group)
         added = {
             DESCRIPTIONS: describe_models(self._module),
             RANDOM_NUMBERS: self._draws.state(),
