@@ -69,7 +69,7 @@ class StepProfile:
 
 def measure(events: Iterable[Any]) -> StepSample:
     """Measure a step from the events of torch's profiler."""
-    events = list(events)
+    events = [event for event in events if not _is_range(event)]
     on_device = any(_is_of_device(event) for event in events)
     relevant = [event for event in events if _is_of_device(event) == on_device]
     collectives = [_span(event) for event in relevant if _is_collective(event.name)]
@@ -82,6 +82,13 @@ def measure(events: Iterable[Any]) -> StepSample:
 
 def _is_of_device(event: Any) -> bool:
     return event.device_type == torch.autograd.DeviceType.CUDA
+
+
+def _is_range(event: Any) -> bool:
+    """Tell whether an event is no operation, but the time on the device of what FSDP2 or an optimizer has named: it
+    spans the collectives that it holds, and what they wait for.
+    """
+    return _is_of_device(event) and event.is_user_annotation
 
 
 def _is_collective(name: str) -> bool:

@@ -151,8 +151,9 @@ def test_a_sampled_step_says_what_it_waited(pool2: Pool) -> None:
 
 
 class Event:
-    def __init__(self, name: str, start: float, end: float) -> None:
-        self.name, self.device_type = name, torch.autograd.DeviceType.CPU
+    def __init__(self, name: str, start: float, end: float, on_device: bool = False, is_range: bool = False) -> None:
+        self.name, self.is_user_annotation = name, is_range
+        self.device_type = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
         self.time_range = type("Range", (), {"start": start, "end": end})
 
 
@@ -162,6 +163,14 @@ def test_waiting_is_what_nothing_hides() -> None:
     assert sample.waited == pytest.approx((3 + 1) / 1e6)
     assert sample.all == pytest.approx(12e-6)
     assert measure([]).all == 0
+
+
+def test_ranges_that_are_named_on_the_device_hide_nothing() -> None:
+    """FSDP2 names what it does, and torch's profiler shows the names as events of the device, beside the kernels."""
+    host = [Event("aten::mm", 0, 1), Event("FSDP::all_gather", 0, 1, is_range=True)]
+    kernels = [Event("ampere_gemm", 2, 5, True), Event("ncclDevKernel_AllGather_RING_LL", 4, 9, True)]
+    named = [Event("FSDP::all_gather (layers.0)", 4, 9, True, True), Event("nccl:all_gather", 3, 10, True, True)]
+    assert measure([*host, *kernels, *named]).waited == pytest.approx(4e-6)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
