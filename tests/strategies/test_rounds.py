@@ -6,8 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_automodel.strategies.evaluation.in_step import STREAM, Rounds, Step
+from lightning_automodel.strategies.evaluation import in_step
+from lightning_automodel.strategies.evaluation.in_step import STREAM, DataRanks, Rounds, Step
+from tests.support.waiting import Moves, played_cuda
 
 TIMEOUT = 20.0
 
@@ -89,3 +92,11 @@ def test_who_has_no_batch_borrows_from_the_first_that_has() -> None:
     assert without == [(0, "~1.0.0"), (0, "~1.0.0")]
     assert lender == [(0, "1.0.0"), (0, "1.0.1")]
     assert other == [(0, "2.0.0"), (0, "~2.0.0")]
+
+
+def test_a_rank_with_a_batch_does_not_wait_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_step.dist, "all_reduce", lambda *_, **__: None)
+    group: Any = None
+    with played_cuda(), Moves() as moves:
+        assert DataRanks(group, torch.device("cuda")).any(True)
+    assert not moves.found

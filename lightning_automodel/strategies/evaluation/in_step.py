@@ -147,7 +147,7 @@ class DataRanks:
 
     def any(self, active: bool) -> bool:
         """Ask whether any rank is active; one that is itself does not wait for the answer."""
-        votes = torch.tensor(int(active), device=self._device)
+        votes = torch.full((), int(active), device=self._device)  # not a copy from the host, which would wait
         dist.all_reduce(votes, group=self._group)
         return active or bool(votes)
 
