@@ -145,9 +145,9 @@ LEVERS: dict[str, dict[str, Lever]] = {
             devices=("cuda",),
         ),
         "patch_is_packed_sequence": Lever(
-            when="Use it with flash attention when rows are single documents: no layer then waits to find that out. "
-            "Wrong for packed rows.",
-            devices=(),  # with flash attention, which no other row has
+            when="Use it when rows are single documents: transformers do not look for packed ones, for which they wait "
+            "for the device in every forward pass, and in every layer of flash attention. Wrong for packed rows.",
+            devices=(),  # on CPU nothing waits
         ),
     },
     "dp_shard": {

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_flash_attention_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils, modeling_flash_attention_utils
 from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
 
 _TEST_OF_PACKING = modeling_flash_attention_utils._is_packed_sequence
+_DOCUMENTS_OF_ROWS = masking_utils.find_packed_sequence_indices
 
 
 def plan_of_class(kind: type[PreTrainedModel]) -> dict[str, str]:
@@ -64,12 +65,15 @@ def recording_inside_graph(recorded: dict[str, list]) -> Generator[None, None, N
 
 
 def set_test_of_packing(active: bool) -> None:
-    """Turns transformers' test of packed documents in flash attention on or off, for the whole process.
+    """Turns transformers' tests of packed documents on or off, for the whole process.
 
-    It reads their values on the host in every layer, and offers no way to tell it beforehand. Of the whole process.
+    They read positions on the host, for the masks of every forward pass and in every layer of flash attention, and
+    nothing tells them beforehand.
     """
     test = _TEST_OF_PACKING if active else (lambda position_ids, batch_size: False)
+    documents = _DOCUMENTS_OF_ROWS if active else (lambda position_ids: None)
     modeling_flash_attention_utils._is_packed_sequence = test
+    masking_utils.find_packed_sequence_indices = documents
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class DDPConfig(StageSwitches):
         enable_compile: as in :class:`FSDP2Config`, and so the next three.
         compile_backend: of ``torch.compile``.
         compile_dynamic: one graph for all lengths, or one for each.
-        patch_is_packed_sequence: flash attention takes every row of a batch for one document.
+        patch_is_packed_sequence: every row of a batch is one document, and transformers need not look.
         read_weights_on_all_ranks: every process reads the files of ``from_pretrained``; by default one process per node
             does, and the others get the weights from it.
         chunked_loss: as in :class:`FSDP2Config`.

@@ -46,9 +46,9 @@ class FSDP2Config(StageSwitches):
         tp_plan: rules that replace the model's own tensor-parallel plan, or with ``"extends": "model"`` among them
             complete and override it: a dict of name pattern to style name or torch ``ParallelStyle``, or the import
             path of one or of a function that returns one.
-        patch_is_packed_sequence: flash attention takes every row of a batch for one document, without looking: static
-            shapes for compile, and no wait for the device in every layer. Wrong for packed documents; it concerns all
-            models of the process.
+        patch_is_packed_sequence: every row of a batch is one document, and transformers need not look: no wait for the
+            device in every forward pass without an attention mask, and in every layer of flash attention, which has
+            static shapes for compile then. Wrong for packed documents; it concerns all models of the process.
         mp_policy: FSDP2's ``MixedPrecisionPolicy``, or its fields as a dict of dtype names from YAML. ``None`` follows
             ``Trainer(precision=...)``. ``output_dtype`` is of what the model returns.
         offload_policy: parameters, reduced gradients and states of the optimizer wait on the host; a unit is on the

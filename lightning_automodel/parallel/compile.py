@@ -21,14 +21,13 @@ from lightning_automodel._compat.compilation import (
 )
 from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import (
-    attention_of,
     recording_inside_graph,
     recordings_of_call,
     set_test_of_packing,
 )
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import wrap_forward
-from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, text_config
+from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks
 from lightning_automodel.parallel.activation_checkpoint import has_cache, is_checkpointed, without_cache
 from lightning_automodel.parallel.experts.seam import holds_seam, is_seam
 from lightning_automodel.parallel.tensor.partial_sums import is_followed
@@ -162,15 +161,9 @@ def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:
     log(f"compiled blocks overlap the collectives of tp={group.size()} with matrix products")
 
 
-def assume_no_packing(model: nn.Module, assume: bool) -> None:
-    """Lets flash attention take every row for one document (``assume``), without waiting for the device."""
+def assume_no_packing(assume: bool) -> None:
+    """Lets masks and flash attention take every row for one document (``assume``), without waiting for the device."""
     set_test_of_packing(not assume)
-    implementation = attention_of(text_config(model))
-    if assume and implementation is not None and "flash" not in implementation:
-        warn_once(
-            f"patch_is_packed_sequence=True is for flash attention; {class_names(model)[0]} computes attention with "
-            f"{implementation!r}, and nothing changes"
-        )
 
 
 def _cannot_draw(block: nn.Module) -> str:

@@ -102,7 +102,7 @@ def apply_stages(
     if config.enable_async_tensor_parallel:
         overlap_tensor_parallel(axes.tp)
     _recompute(model, config, device_type)
-    assume_no_packing(model, config.patch_is_packed_sequence)
+    assume_no_packing(config.patch_is_packed_sequence)
     if config.enable_compile:
         apply_compile(model, backend=config.compile_backend, dynamic=config.compile_dynamic)
     if (dtype := resolve_dtype(config.autocast_dtype)) is not None:

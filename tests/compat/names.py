@@ -202,6 +202,7 @@ PARAMETERS = {
         "model_connected",
     ],
     "transformers.modeling_flash_attention_utils:_is_packed_sequence": ["position_ids", "batch_size"],
+    "transformers.masking_utils:find_packed_sequence_indices": ["position_ids"],
 }
 """Of functions that are called by position, or that others take the place of."""
 

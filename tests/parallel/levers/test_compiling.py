@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import modeling_flash_attention_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils, modeling_flash_attention_utils
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -127,13 +128,40 @@ def test_the_default_backend_and_the_function_of_other_tools() -> None:
 
 def test_no_look_for_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", None)  # put back in the end
-    model = tiny_model("llama", attention="sdpa")
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     two_documents = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.warns(UserWarning, match="LlamaForCausalLM computes attention with 'sdpa'"):
-        assume_no_packing(model, True)
+    assume_no_packing(True)
     assert not modeling_flash_attention_utils._is_packed_sequence(two_documents, 1)
-    assume_no_packing(model, False)
+    assert masking_utils.find_packed_sequence_indices(two_documents) is None
+    assume_no_packing(False)
     assert modeling_flash_attention_utils._is_packed_sequence(two_documents, 1)
+    assert masking_utils.find_packed_sequence_indices(two_documents) is not None
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_forward_pass_without_packed_documents_reads_nothing(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    model, found = tiny_model("llama", attention=attention), []
+    for assume in (False, True):
+        assume_no_packing(assume)
+        with Reads() as reads:
+            logits = model.model(input_ids=token_ids(), use_cache=False).last_hidden_state
+        found.append((reads.count, logits))
+    assume_no_packing(False)
+    assert [count for count, _ in found] == [1, 0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_refused() -> None:
