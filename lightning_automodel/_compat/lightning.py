@@ -1,5 +1,6 @@
 """Private names of Lightning, each with its reason: how a trainer makes its choices, its evaluation loops."""
 
+import atexit
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -7,8 +8,10 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_init_fn
+from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_groups
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule
@@ -43,6 +46,15 @@ warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` i
 
 _SELECTED_PATH = "selected_path_of_lightning_automodel"
 _IS_LAST = "is_last_of_lightning_automodel"
+
+
+def destroy_groups_at_exit() -> None:
+    """Ends the process groups when this process ends. Lightning does so for a backend of the name "nccl" alone, and not
+    for "cuda:nccl,cpu:gloo", of whose groups torch then warns; others may still wait for what this one has begun.
+    """
+    if "nccl" in dist.get_backend_config() and dist.get_backend() != "nccl":
+        atexit.unregister(destroy_groups)
+        atexit.register(destroy_groups)
 
 
 def set_device(module: nn.Module, device: torch.device) -> None:

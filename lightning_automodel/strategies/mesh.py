@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import set_device_mesh
+from lightning_automodel._compat.lightning import destroy_groups_at_exit, set_device_mesh
 from lightning_automodel._compat.strategies import LaunchedStrategy
 from lightning_automodel.distributed.kept_groups import begin_run, note_failure
 from lightning_automodel.mesh import CP_TP, DP, DP_CP, TP, MeshSizes, axis, share_mesh
@@ -110,6 +110,7 @@ class OnMesh(LaunchedStrategy):
 
     def join_mesh(self) -> None:
         """Builds the mesh when the processes have met, or takes that of a trainer before. Collective."""
+        destroy_groups_at_exit()
         begin_run(self.root_device)
         self._device_mesh, self._groups = share_mesh(self.sizes, self.root_device.type, self._timeout), {}
         set_device_mesh(self._module, self._device_mesh)

@@ -3,6 +3,7 @@
 On CPU host and device are one; where things lie is checked with "meta" for a device, and in ``tests/gpu``.
 """
 
+import atexit
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel._compat.dtensor import is_offloaded
+from lightning_automodel._compat.lightning import destroy_groups, destroy_groups_at_exit
 from lightning_automodel.config import resolve_offload_policy
 from lightning_automodel.loading.host_offload import BACKEND, move, offload_policy_for
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -123,3 +125,14 @@ def test_what_communicates_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"\(cuda:nccl\) cannot communicate; leave backend at None, or use \"cuda:nccl,"
     ):
         offload_policy_for(True, "cuda")
+
+
+@pytest.mark.parametrize(("backend", "ends"), [("cpu:gloo", False), ("nccl", False), (BACKEND, True)])
+def test_groups_end_with_the_process(backend: str, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning ends those of a backend that is called "nccl"."""
+    registered: list[Any] = []
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend if ":" in backend else f"cuda:{backend}")
+    monkeypatch.setattr(atexit, "register", registered.append)
+    destroy_groups_at_exit()
+    assert registered == [destroy_groups] * ends
