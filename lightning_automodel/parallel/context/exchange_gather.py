@@ -45,7 +45,7 @@ def gather_keys(key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor]
 
 
 def seen_keys(mask: Tensor, rows: Rows) -> list[Bounds]:
-    """Find the first and the last key that any row of each own chunk sees.
+    """Find the first and the last key that any row of each own chunk sees. One wait for the device.
 
     Args:
         mask: [batch, heads or 1, rows, seq] of this rank: bool, or what is added to the scores.
@@ -56,11 +56,11 @@ def seen_keys(mask: Tensor, rows: Rows) -> list[Bounds]:
     for start, stop in rows.own_chunks:
         own = seen[:, :, at : at + stop - start].flatten(0, 1)
         at += stop - start
-        columns = own.flatten(0, 1).any(0).nonzero()
-        sees_nothing = not bool(own.any(-1).all())  # the softmax of such a row is spread over all keys
-        whole = sees_nothing or len(columns) == 0
-        found.append((0, rows.length) if whole else (int(columns[0]), int(columns[-1]) + 1))
-    return found
+        columns = own.flatten(0, 1).any(0).long()
+        all_see = own.any(-1).all() & columns.any()  # the softmax of a row that sees nothing is spread over all keys
+        found.append(torch.stack([columns.argmax(), columns.flip(0).argmax(), all_see.long()]))
+    bounds = torch.stack(found).tolist()
+    return [(first, rows.length - behind) if all_see else (0, rows.length) for first, behind, all_see in bounds]
 
 
 def _attend_by_chunks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.distributed.sequence_rows import Rows, chunk_bounds
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -40,6 +41,26 @@ def test_a_row_without_keys_sees_all() -> None:
     padded = torch.ones(24, 24, dtype=torch.bool).tril()
     padded[:, :2] = False
     assert bounds(padded, 0) == [(0, 24), (2, 24)]
+
+
+class Reads(TorchDispatchMode):
+    """Counts single values that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_all_chunks_see_is_read_at_once() -> None:
+    """A device would be waited for with each value."""
+    with Reads() as reads:
+        assert bounds(torch.ones(24, 24, dtype=torch.bool).tril(), 1) == [(0, 6), (0, 21)]
+        assert bounds(torch.zeros(24, 24, dtype=torch.bool), 1) == [(0, 24), (0, 24)]
+    assert reads.count == 0
 
 
 def saved_bytes(cp: int, windows: bool) -> int:
