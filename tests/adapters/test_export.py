@@ -16,6 +16,7 @@ from lightning_automodel.finetuning import CausalLM, HuggingFaceExport
 from lightning_automodel.testing.pool import Pool
 from tests.support.adapted import METHODS
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 from tests.support.training import make_trainer
 
 BOUND = 1e-5
@@ -82,7 +83,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("family", "method", "sizes"), QUICK)
+@pytest.mark.parametrize(("family", "method", "sizes"), with_long(QUICK, QUICK[0]))
 def test_exports(family: str, method: str, sizes: dict[str, int], tmp_path: Path, pool2: Pool) -> None:
     check(family, method, sizes, tmp_path, pool2)
 

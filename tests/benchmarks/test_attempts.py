@@ -29,6 +29,7 @@ def test_an_error_is_one_readable_line() -> None:
     assert in_a_line("short\nmore") == "short"
 
 
+@pytest.mark.long
 def test_a_command_that_fails_gives_its_error() -> None:
     found = by_command("benchmarks._losses", "no JSON", ranks=1)
     assert found["error"].startswith("JSONDecodeError: Expecting value")

@@ -71,7 +71,7 @@ def pools(nursery: Nursery, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
     return {1: Pool(nursery, 1), 2: pool2, 4: pool4}
 
 
-@pytest.mark.parametrize("source", with_long(LAYOUTS, *list(LAYOUTS)[:5]))
+@pytest.mark.parametrize("source", with_long(LAYOUTS, *list(LAYOUTS)[:6]))
 def test_it_goes_on_in_any_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
     """Two of three micro-batches are through, in the second epoch. Every layout is resumed from two others. Loaders
     keep their position with DDP, and are torch's own elsewhere.

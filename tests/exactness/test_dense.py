@@ -59,6 +59,7 @@ def errors(family: str, tied: bool, world: int) -> dict[str, tuple[float, str]]:
         (2, "llama", False),
         (4, "llama", False),
         (4, "llama", True),
+        (4, "qwen3", False),
         (4, "qwen3", True),
     ),
 )

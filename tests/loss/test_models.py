@@ -62,7 +62,7 @@ def errors(
     [
         (list(MODELS), {"tp": 2}, [{}, CUT | CHUNKED]),
         (["llama", "gemma2", "inkling2_text"], {"dp_shard": 2}, [{}, CHUNKED]),
-        (["llama", "gemma2", "mixtral"], {"dp_shard": 2, "tp": 2}, [CUT, CHUNKED]),
+        pytest.param(["llama", "gemma2", "mixtral"], {"dp_shard": 2, "tp": 2}, [CUT, CHUNKED], marks=pytest.mark.long),
     ],
     ids=["tp", "dp", "dp-tp"],
 )

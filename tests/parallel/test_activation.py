@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.parallelizer import apply_selective_activation_checkpointing, get_lm_ac_layers, parallelize
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.exactness.test_composite import build as build_llava
 from tests.plans.support import BOUND, SCHEDULE, build_llama
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 
 def before(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -50,10 +52,12 @@ def errors(cases: list[str], world: int) -> dict[str, tuple[float, str]]:
     return found
 
 
-def test_numbers_are_those_of_one_process(pool2: Pool, pool4: Pool) -> None:
-    for pool, cases in ((pool2, ["after", "experts"]), (pool4, ["before"])):
-        for found in pool.run(errors, cases, pool.world_size):
-            assert {case: error for case, error in found.items() if error[0] > BOUND} == {}
+@pytest.mark.parametrize(
+    ("ranks", "cases"), with_long([(2, ["after", "experts"]), (4, ["before"])], (4, ["before"])), ids=["2", "4"]
+)
+def test_numbers_are_those_of_one_process(nursery: Nursery, ranks: int, cases: list[str]) -> None:
+    for found in Pool(nursery, ranks).run(errors, cases, ranks):
+        assert {case: error for case, error in found.items() if error[0] > BOUND} == {}
 
 
 class Counter(TorchDispatchMode):

@@ -1,29 +1,39 @@
 """The example of a plain loop runs under torchrun, and two processes print what one prints."""
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun.py"
+from examples import torchrun
+from lightning_automodel.testing.pool import Nursery, Pool
+
+EXAMPLE = Path(torchrun.__file__)
+STEPS = "--steps=3"
 
 
-def start(processes: int) -> subprocess.Popen:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*torchrun, str(EXAMPLE), "--steps=3"]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def printed() -> str:
+    """Runs on one rank, which is what torchrun starts, but for the imports."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, patch.object(sys, "argv", [str(EXAMPLE), STEPS]):
+        torchrun.main()
+    return output.getvalue()
 
 
-def test_two_processes_print_the_numbers_of_one() -> None:
-    running = [start(1), start(2)]
-    numbers = []
-    for process in running:
-        output, errors = process.communicate(timeout=150)
-        assert process.returncode == 0, errors
-        numbers.append([float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", output)])
-    one, two = numbers
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)]
+
+
+def test_two_processes_print_the_numbers_of_one(nursery: Nursery) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), STEPS]
+    two = subprocess.run(command, text=True, capture_output=True, timeout=100)
+    assert two.returncode == 0, two.stderr
+    (text,) = Pool(nursery, 1).run(printed, trainer=True)
+    one = numbers(text)
     assert len(one) == 6
     assert one[4] < one[0]
-    assert two == pytest.approx(one, abs=2e-4)
+    assert numbers(two.stdout) == pytest.approx(one, abs=2e-4)

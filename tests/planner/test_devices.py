@@ -12,6 +12,7 @@ from tests.planner.subjects import LAYOUTS, Layout, model_on_meta, run_of
 EIGHT = Layout(8, {"tp": 2, "cp": 2}, {"sequence_parallel": True, "activation_checkpointing": True})
 
 
+@pytest.mark.long
 def test_eight_ranks_of_a_device_that_is_not_there() -> None:
     run = replace(run_of(EIGHT), device_type="cuda")
     with stage(run) as mesh:

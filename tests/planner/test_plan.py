@@ -157,6 +157,7 @@ def test_the_command_reads_what_a_run_prints_of_itself(
     assert "reduce_scatter  tp" in text
 
 
+@pytest.mark.long
 def test_the_command_reads_and_writes_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model_folder.parent / "run.yaml"
     main(["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", f"--write={path}"])

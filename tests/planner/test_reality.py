@@ -23,7 +23,15 @@ def real(nursery: Nursery) -> Callable[[str], Real]:
     return cache(lambda name: Pool(nursery, LAYOUTS[name].ranks).run(run_really, name, timeout=120)[0])
 
 
-LONG = ("tp2", "dp2-tp2-sequence", "replicas2-shards2", "dp2-cp2-gathered", "dp4-ep2", "cp2-tp2-sequence")
+LONG = (
+    "tp2",
+    "dp2-tp2-sequence",
+    "replicas2-shards2",
+    "dp2-cp2-gathered",
+    "dp4-ep2",
+    "cp2-tp2-sequence",
+    "dp2-tp2-ep2",
+)
 
 
 @pytest.mark.parametrize("name", with_long(LAYOUTS, *LONG))

@@ -132,8 +132,9 @@ def errors(names: list[str], world: int) -> dict[str, tuple[float, str]]:
     }
 
 
-def test_models_equal_one_process(pool2: Pool) -> None:
-    for found in pool2.run(errors, list(MODELS), 2):
+@pytest.mark.parametrize("names", [["ltx2"], pytest.param(list(MODELS), marks=pytest.mark.long)], ids=["one", "all"])
+def test_models_equal_one_process(pool2: Pool, names: list[str]) -> None:
+    for found in pool2.run(errors, names, 2):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 
 

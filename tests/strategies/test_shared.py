@@ -24,7 +24,7 @@ from tests.support.subjects import (
 )
 
 BOUND = 1e-5
-LONG = [layout for layout in LAYOUTS if layout not in ("ddp-1", "ddp-2", "fsdp2-dp2-tp2", "megatron3-dp2")]
+LONG = [layout for layout in LAYOUTS if layout not in ("ddp-1", "ddp-2", "fsdp2-dp2-tp2")]
 """What the others include; tensor parallelism with Megatron-FSDP is in the chain of checkpoints, too."""
 
 

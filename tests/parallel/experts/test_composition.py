@@ -41,7 +41,7 @@ LEVERS = {
     "another dispatcher": FSDP2Config(expert_dispatcher=f"{__name__}.gather_all"),
     "blocks in one unit": FSDP2Config(fsdp2_min_num_params=10**6, fsdp2_forward_prefetch_depth=2),
 }
-LONG = ("compiled", "each child checkpointed", "gradients reduced at once", "blocks in one unit")
+LONG = ("compiled", "each child checkpointed", "gradients reduced at once", "blocks in one unit", "selective")
 
 
 @pytest.mark.parametrize("lever", with_long(LEVERS, *LONG))

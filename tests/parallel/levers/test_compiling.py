@@ -74,7 +74,8 @@ def test_on_two_ranks(case: int, pool2: Pool) -> None:
         check(found, CASES[case][-1])
 
 
-@pytest.mark.parametrize(("family", "changes", "mode", "graphs"), with_long(ALONE, *ALONE[1:]))
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "changes", "mode", "graphs"), ALONE)
 def test_on_one_process(family: str, changes: dict[str, Any], mode: Any, graphs: int) -> None:
     torch._dynamo.reset()
     plain = tiny_model(family, attention="sdpa", **changes).train()
@@ -91,7 +92,8 @@ def check(found: dict[str, Any], graphs: int) -> None:
     assert found == {"graphs": graphs, "breaks": {}, "generated": True}
 
 
-@pytest.mark.parametrize(("dynamic", "graphs"), with_long([(None, 2), (True, 1)], (True, 1)))
+@pytest.mark.long
+@pytest.mark.parametrize(("dynamic", "graphs"), [(None, 2), (True, 1)])
 def test_graphs_of_three_lengths(dynamic: bool | None, graphs: int) -> None:
     model: Any = tiny_model("llama", attention="sdpa", num_hidden_layers=1).train()
     torch._dynamo.reset()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -55,6 +56,7 @@ def moved(found: dict[str, Tensor]) -> Tensor:
     return torch.cat([(found[n].float() - 1) + found.get(f"lacking {n}", nothing).float() for n in names])
 
 
+@pytest.mark.long
 def test_small_changes_count(pool2: Pool, tmp_path: Path) -> None:
     wide = pool2.run(train, tmp_path, "torch", "bf16-mixed", trainer=True)
     lost = pool2.run(train, tmp_path, "torch", "bf16-true", trainer=True)

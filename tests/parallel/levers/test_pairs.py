@@ -96,7 +96,7 @@ def errors(rows: list[Row]) -> list[tuple[float, str]]:
     return found
 
 
-@pytest.mark.parametrize("layout", with_long(LEVERS["layout"], "dp_replicate", "sp"))
+@pytest.mark.parametrize("layout", with_long(LEVERS["layout"], "dp_replicate", "dp_shard", "sp"))
 def test_pairs_are_exact(layout: str, pool2: Pool) -> None:
     installed = find_spec("torchao") is not None
     rows = [row for row in ROWS if row["layout"] == layout and (installed or row["precision"] != "float8")]

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -35,19 +36,20 @@ def untied(family: str) -> nn.Module:
     return tiny_model(family, attention="sdpa", tie_word_embeddings=False)
 
 
-def errors() -> list[tuple[float, str]]:
+def errors(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tuple[float, str]]:
     """Runs on each rank."""
     blocks.LARGE = 0
     found = []
-    for family, sizes, fields in CASES:
+    for family, sizes, fields in cases:
         schedule = Schedule(steps=2, length=12)
         error, where = compare(partial(untied, family), sizes, 2, schedule, FSDP2Config(**fields)).largest
         found.append((error, f"{where} of {family}, {sizes}, {fields}"))
     return found
 
 
-def test_numbers_are_those_of_one_process(pool2: Pool) -> None:
-    for found in pool2.run(errors, timeout=110):
+@pytest.mark.parametrize("cases", [CASES[::3], pytest.param(CASES, marks=pytest.mark.long)], ids=["some", "all"])
+def test_numbers_are_those_of_one_process(pool2: Pool, cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> None:
+    for found in pool2.run(errors, cases, timeout=110):
         assert [where for error, where in found if error > 1e-5] == []
 
 
