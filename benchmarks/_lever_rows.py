@@ -128,7 +128,8 @@ LEVERS: dict[str, dict[str, Lever]] = {
         "activation_offload": Lever(
             fields={"activation_checkpointing": "full", "activation_offload": True},
             when="Use it with full checkpointing when even the inputs of blocks do not fit: they wait on the host. "
-            "Worth it where a block computes longer than its input takes to copy.",
+            "They are copied in the stream that computes, there and back, so a step takes longer by what the bus needs "
+            "for them.",
             devices=("cuda",),
         ),
         "float8": Lever(

@@ -5,17 +5,19 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy, parallelize
 from lightning_automodel.config.values import FLOAT8_RECIPES
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Pool
-from tests.gpu.test_smoke import SIZES, batches, fit, reference
+from tests.gpu.test_smoke import SIZES, Finetune, batches, fit, reference
 
 
 @pytest.fixture
@@ -32,6 +34,14 @@ def test_parameters_on_the_host(saved: Path, tmp_path: Path) -> None:
         strategy = FSDP2TPStrategy(config=FSDP2Config(offload_policy=True))
         found = fit(saved, tmp_path, precision, strategy, home="cpu")
         torch.testing.assert_close(torch.tensor(found), expected, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "submodule"])
+def test_activations_on_the_host(mode: str, saved: Path, tmp_path: Path) -> None:
+    expected = torch.tensor(reference(saved))
+    strategy = FSDP2TPStrategy(config=FSDP2Config(activation_checkpointing=mode, activation_offload=True))
+    found = fit(saved, tmp_path, "32-true", strategy)
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -99,3 +109,36 @@ def test_float8_on_slices(pool2: Pool, saved: Path) -> None:
     fields = {"sequence_parallel": True, "enable_compile": True, "float8": "tensorwise"}
     found = pool2.run(train, saved, fields, "bf16-mixed", trainer=True)[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(reference(saved)), rtol=5e-2, atol=0)
+
+
+def train_on_rows(path: Path, precision: str) -> list[float]:
+    """Runs on each rank."""
+    return fit(path, path, precision, FSDP2TPStrategy(cp=2), devices=2)
+
+
+@needs_two
+@pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-4), ("bf16-mixed", 2e-2)])
+def test_context_parallelism(precision: str, bound: float, pool2: Pool, saved: Path) -> None:
+    """Kernels of flash attention and, in float32, efficient attention, with the bias of a chunk of rows."""
+    found = pool2.run(train_on_rows, saved, precision, trainer=True)[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(reference(saved)), rtol=bound, atol=0)
+
+
+def train_and_save(path: Path) -> list[int]:
+    """Runs on each rank, which saves in the background: the devices on which its process has a context."""
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=2,
+        strategy=FSDP2TPStrategy(async_save=True),
+        max_epochs=1,
+        default_root_dir=path,
+        enable_progress_bar=False,
+        logger=False,
+    )
+    trainer.fit(Finetune(path), DataLoader(batches(), batch_size=2))
+    return [device for device in range(2) if torch._C._cuda_hasPrimaryContext(device)]
+
+
+@needs_two
+def test_a_save_in_the_background_stays_on_its_device(pool2: Pool, saved: Path) -> None:
+    assert pool2.run(train_and_save, saved, trainer=True) == [[0], [1]]
