@@ -90,6 +90,7 @@ def handle_draws(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) ->
 
 
 _WAS_GIVEN_DATA = "_was_given_data"  # no weak reference: a tensor that has one cannot be swapped, as Module.to does
+_IS_COUNTED = "_counts_writes_through_data"
 _times_given = 0
 
 
@@ -99,11 +100,29 @@ def let_data_be_given() -> None:
     encoders, SAM and others write it so. torch (2.13) changes what the DTensor says of itself, and leaves its memory.
     """
     data: Any = Tensor.data
-    DTensor.data = property(data.__get__, functools.partial(_give_data, data.__set__))  # type: ignore[assignment]
+
+    def read(tensor: Any) -> Any:
+        return tensor.detach() if hasattr(tensor, _IS_COUNTED) else data.__get__(tensor)
+
+    DTensor.data = property(read, functools.partial(_give_data, data.__set__))  # type: ignore[assignment]
+
+
+def count_writes_through_data(parameter: Tensor) -> None:
+    """Let :func:`writes_into` see what is written into ``parameter.data``, which counts for itself in torch, and refuse
+    ``parameter.data = value``: for a DTensor whose memory somebody else reads.
+    """
+    let_data_be_given()
+    setattr(parameter, _IS_COUNTED, True)
 
 
 def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: Any) -> None:
     global _times_given
+    if hasattr(tensor, _IS_COUNTED):
+        raise TypeError(
+            "parameter.data = value: Megatron-FSDP gathers from the memory that the parameter has, and would not see "
+            "another; write into it, with torch.no_grad(): parameter.copy_(value), and keep a clone of what is to be "
+            "put back; or use FSDP2TPStrategy, where parameter.data = value works"
+        )
     if not isinstance(value, DTensor):
         raise TypeError(
             "tensor.data = value: the tensor is sharded, and value is a plain one; give its shards: distribute_tensor("

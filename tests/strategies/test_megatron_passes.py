@@ -113,6 +113,19 @@ class ShrinksBehindValidation(Shrinks):
     on_validation_epoch_end = on_validation_end = Shrinks.shrink
 
 
+class ReadsElsewhere(Descending):
+    """Reads its loss at other weights, written by ``parameter.data``, and puts its own back, as averages by hand do."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        own = [parameter.data.clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            self.loss(batch)
+        for parameter, value in zip(self.parameters(), own, strict=True):
+            parameter.data.copy_(value)
+
+
 class WithoutGradients(Descending):
     """Descends along differences of losses."""
 
@@ -199,6 +212,7 @@ CASES: list[type[Recorder]] = [
     ShrinksBehindBackward,
     ShrinksBehindBatches,
     ShrinksBehindValidation,
+    ReadsElsewhere,
     WithoutGradients,
     Reads,
     Averaged,
@@ -259,12 +273,21 @@ class WithScalar(Descending):
         self.model.scale = nn.Parameter(torch.tensor(1.0))
 
 
+class GivesData(Descending):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.9
+
+
 def meet_refusals(directory: Path) -> list[str]:
     messages = []
     layout = LAYOUTS["megatron2-dp2"]
     with pytest.raises(ValueError, match="no dimensions") as caught:
         make_trainer(layout.make(), max_epochs=1).fit(WithScalar(), batches(layout.data_size))
     messages.append(str(caught.value))
+    with pytest.raises(TypeError, match=r"parameter\.data = value") as given:
+        make_trainer(layout.make(), max_epochs=1).fit(GivesData(), batches(layout.data_size))
+    messages.append(str(given.value))
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 4}
     saver = SaveAfter(directory / "mid.ckpt", 3)
     with pytest.raises(RuntimeError, match="micro-batches") as failed:
@@ -277,8 +300,9 @@ def meet_refusals(directory: Path) -> list[str]:
 
 
 def test_what_it_cannot_do_is_said(pool2: Pool, tmp_path: Path) -> None:
-    for scalar, saved, resumed in pool2.run(meet_refusals, tmp_path, trainer=True):
+    for scalar, given, saved, resumed in pool2.run(meet_refusals, tmp_path, trainer=True):
         assert "scale of LlamaForCausalLM has no dimensions" in scalar
+        assert "parameter.copy_(value)" in given
         assert "save after an optimizer step" in saved
         assert "mid.ckpt was saved between the micro-batches of an optimizer step" in resumed
         assert "FSDP2TPStrategy" in resumed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import writes_into
+from lightning_automodel._compat.dtensor import count_writes_through_data, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
     use_raw_parameters,
@@ -69,6 +69,8 @@ class ShardedModules:
             if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
                 sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
         self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
+        for parameter in self._parameters.values():
+            count_writes_through_data(parameter)
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
@@ -147,7 +149,7 @@ class ShardedModules:
         self._writes_seen = self._writes()
 
     def _writes(self) -> int:
-        """Count writes to the optimizer's parameters, but those by ``parameter.data``, which torch does not count."""
+        """Count writes to the optimizer's parameters."""
         return sum(map(writes_into, self._parameters.values()))
 
     def _trained_now(self) -> set[tuple[str, str]]:
