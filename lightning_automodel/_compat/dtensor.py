@@ -68,13 +68,15 @@ _DRAWS = (
 @functools.cache
 def handle_draws(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Call ``draw(operation, arguments, keyword_arguments)`` from now on where numbers are drawn on DTensors with real
-    memory on several ranks. torch (2.13) has trackers of states for accelerators only, and no public way to add one.
+    memory. ``NotImplemented`` leaves it to torch, whose trackers of states (2.13) are private and for accelerators.
     """
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sharded = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
-        if sharded.device_mesh.size() > 1 and type(sharded._local_tensor) is Tensor and not sharded.is_meta:
-            return draw(op, args, kwargs)
+        if type(sharded._local_tensor) is Tensor and not sharded.is_meta:
+            drawn = draw(op, args, kwargs)
+            if drawn is not NotImplemented:
+                return drawn
         del _HANDLERS[op]
         try:
             return op(*args, **kwargs)

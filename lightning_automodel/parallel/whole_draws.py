@@ -30,10 +30,30 @@ def draw_as_one_process() -> None:
     handle_draws(_draw)
 
 
+def refuse_draws(mesh: DeviceMesh) -> None:
+    """Refuse draws on DTensors over ``mesh``, whose parts no placement describes, from now on."""
+    _REFUSED.add(mesh)
+    handle_draws(_draw)
+
+
+_REFUSED: set[DeviceMesh] = set()
+
+
 def _draw(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Carry out ``op``. Collective over the mesh of its first DTensor."""
+    """Carry out ``op``. Collective over the mesh of its first DTensor.
+
+    Raises:
+        ValueError: for one over a mesh of :func:`refuse_draws`.
+    """
     like = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
     name = op.overloadpacket.__name__
+    if like.device_mesh in _REFUSED:
+        raise ValueError(
+            f"{name} on a parameter or gradient that Megatron-FSDP shards: each rank would draw for its own part, and "
+            "not what one process draws; use FSDP2TPStrategy or DDPStrategy, which draw the numbers of one process"
+        )
+    if like.device_mesh.size() == 1:
+        return NotImplemented
     needs_values = not (name.endswith("_like") or _writes(op))
     wholes = tree_map_only(
         DTensor, lambda x: _whole(x) if needs_values or x is not like else _empty(x), (args, dict(kwargs))

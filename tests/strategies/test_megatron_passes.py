@@ -279,6 +279,12 @@ class GivesData(Descending):
             parameter.data = parameter.data * 0.9
 
 
+class Noisy(Descending):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad))  # type: ignore[union-attr,arg-type]
+
+
 def meet_refusals(directory: Path) -> list[str]:
     messages = []
     layout = LAYOUTS["megatron2-dp2"]
@@ -288,6 +294,9 @@ def meet_refusals(directory: Path) -> list[str]:
     with pytest.raises(TypeError, match=r"parameter\.data = value") as given:
         make_trainer(layout.make(), max_epochs=1).fit(GivesData(), batches(layout.data_size))
     messages.append(str(given.value))
+    for name in ("megatron2-dp2", "megatron3-tp2"):
+        with pytest.raises(ValueError, match="randn_like on a parameter or gradient that Megatron-FSDP shards"):
+            make_trainer(LAYOUTS[name].make(), max_epochs=1).fit(Noisy(), batches(LAYOUTS[name].data_size))
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 4}
     saver = SaveAfter(directory / "mid.ckpt", 3)
     with pytest.raises(RuntimeError, match="micro-batches") as failed:

@@ -30,6 +30,7 @@ from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
 from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_classes
 from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
+from lightning_automodel.parallel.whole_draws import refuse_draws
 
 
 class ShardedModules:
@@ -74,6 +75,8 @@ class ShardedModules:
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
+        if dp_mesh.size() * tp_mesh.size() > 1:
+            refuse_draws(self._mesh)
         starts, self._copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
