@@ -225,6 +225,40 @@ def tell_of_copied_views(tell: Callable[[str], None]) -> None:
     dispatcher.redistribute_local_args = redistribute
 
 
+def refuse_gathering(mesh: DeviceMesh, message: str) -> None:
+    """Raise a ``ValueError`` with ``message`` from now on where shards of a DTensor over ``mesh`` would be gathered.
+
+    Where ranks hold other sizes than its placement says, torch (2.13) waits forever, or returns other values.
+    """
+    _UNGATHERED[mesh] = message
+    _watch_gathering()
+
+
+_UNGATHERED: dict[DeviceMesh, str] = {}
+
+
+@functools.cache
+def _watch_gathering() -> None:
+    def check(mesh: DeviceMesh, before: Any, after: Any) -> None:
+        if mesh in _UNGATHERED and before != after and any(placement.is_shard() for placement in before):
+            raise ValueError(_UNGATHERED[mesh])
+
+    dispatcher: Any = DTensor._op_dispatcher
+    of_arguments, of_one = dispatcher.redistribute_local_args, DTensor.redistribute
+
+    def redistribute_arguments(op_info: Any, suggested: Any, *args: Any) -> Any:
+        for before, after in zip(op_info.schema.args_spec, suggested.args_spec, strict=False):
+            check(before.mesh, before.placements, after.placements)
+        return of_arguments(op_info, suggested, *args)
+
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
+        check(self.device_mesh, tuple(self.placements), tuple(placements or ()))
+        return of_one(self, device_mesh, placements, **kwargs)
+
+    dispatcher.redistribute_local_args = redistribute_arguments
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+
+
 def dtensor_from(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:

@@ -285,6 +285,17 @@ class Noisy(Descending):
             parameter.grad.add_(torch.randn_like(parameter.grad))  # type: ignore[union-attr,arg-type]
 
 
+class NeedsWholes(Descending):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            parameter.detach().abs().median()
+
+
+class Gathers(Descending):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.model.model.norm.weight.full_tensor()
+
+
 def meet_refusals(directory: Path) -> list[str]:
     messages = []
     layout = LAYOUTS["megatron2-dp2"]
@@ -294,6 +305,9 @@ def meet_refusals(directory: Path) -> list[str]:
     with pytest.raises(TypeError, match=r"parameter\.data = value") as given:
         make_trainer(layout.make(), max_epochs=1).fit(GivesData(), batches(layout.data_size))
     messages.append(str(given.value))
+    for kind in (NeedsWholes, Gathers):
+        with pytest.raises(ValueError, match="rows in uneven numbers"):
+            make_trainer(layout.make(), max_epochs=1).fit(kind(), batches(layout.data_size))
     for name in ("megatron2-dp2", "megatron3-tp2"):
         with pytest.raises(ValueError, match="randn_like on a parameter or gradient that Megatron-FSDP shards"):
             make_trainer(LAYOUTS[name].make(), max_epochs=1).fit(Noisy(), batches(LAYOUTS[name].data_size))

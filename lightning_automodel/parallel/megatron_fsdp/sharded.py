@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import count_writes_through_data, writes_into
+from lightning_automodel._compat.dtensor import count_writes_through_data, refuse_gathering, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
     use_raw_parameters,
@@ -31,6 +31,12 @@ from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_class
 from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 from lightning_automodel.parallel.whole_draws import refuse_draws
+
+_NOT_GATHERED = (
+    "a parameter or gradient that Megatron-FSDP shards is needed whole (by full_tensor(), a median, a product): its "
+    "ranks hold rows in uneven numbers, which torch cannot gather; a checkpoint has whole tensors, and under "
+    "FSDP2TPStrategy full_tensor() and such operations work"
+)
 
 
 class ShardedModules:
@@ -77,6 +83,8 @@ class ShardedModules:
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
         if dp_mesh.size() * tp_mesh.size() > 1:
             refuse_draws(self._mesh)
+        if dp_mesh.size() > 1:
+            refuse_gathering(self._mesh, _NOT_GATHERED)
         starts, self._copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
