@@ -1,5 +1,5 @@
 """Ends a run, or leaves a step out, where losses or gradients are NaN or infinite, before the weights change; and ends
-it where ranks gathered different layers.
+it where ranks gathered different layers, or have different learning rates.
 
 One vector says which gradients are not finite. All ranks agree on it, so that all do the same, and read it before the
 step, which costs nothing on CPU. A fused optimizer on an accelerator reads it there, and leaves its step out; the host
@@ -8,6 +8,7 @@ looks one step later at a copy that came meanwhile, and waits for nothing::
     backward k -> vector k -> step k, left out if vector k says so -> backward k + 1 -> host reads copy of vector k
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.gather_order import Gathered, take_gathers
 
 _MOST_LOSSES = 1024
+_LOW = 1e-30  # in the place of a rate of 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Finding:
         vector: [parameters + 1], 1 where a gradient is not finite on any rank; the last one is about the losses.
         losses: of this rank's micro-batches.
         gathered: by this rank before the step.
-        differs: 1 if other ranks gathered other layers, or in another order.
+        rates: of this rank, by group of the optimizer.
+        differs: [2], 1 if other ranks gathered other layers, or in another order; and if they have other rates.
     """
 
     step: int
@@ -50,19 +53,20 @@ class Finding:
     vector: Tensor
     losses: list[Tensor]
     gathered: Gathered
+    rates: list[float]
     differs: Tensor
 
     def prevents(self) -> Tensor:
         """Tell what a fused optimizer looks at: more than 0 if the step is not to be taken."""
-        return torch.maximum(self.vector.amax(), self.differs)
+        return torch.maximum(self.vector.amax(), self.differs.amax())
 
     def is_fine(self) -> bool:
-        """Tell whether all are finite, and all ranks gathered alike. Waits for the device."""
+        """Tell whether all are finite, and all ranks alike. Waits for the device."""
         return not self.prevents()
 
     def compare_order(self) -> str | None:
         """Say where ranks first gathered different layers; ``None`` if they did not. Collective."""
-        if not self.differs:
+        if not self.differs[0]:
             return None
         names = {part: name for name, part in self.module.named_modules()}
         mine = [names.get(layer) or type(layer).__name__ for layer in self.gathered.layers]
@@ -72,6 +76,16 @@ class Finding:
             if len(set(calls)) > 1:
                 return ", ".join(f"rank {rank} called {name}" for rank, name in enumerate(calls))
         return "the first difference is no longer known"
+
+    def compare_rates(self) -> str | None:
+        """Say which group has different learning rates; ``None`` if none has. Collective."""
+        if not self.differs[1]:
+            return None
+        found: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, self.rates)
+        group, rates = max(enumerate(zip(*found, strict=True)), key=lambda item: max(item[1]) / (min(item[1]) or _LOW))
+        each = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
+        return f"the learning rate of group {group} is {each}"
 
     def describe(self) -> str:
         """Name the step, the first micro-batch and the first parameter that is not finite. Collective."""
@@ -136,10 +150,14 @@ class FiniteGuard:
         losses, device = list(self._losses), parameters[0].device if parameters else module.device
         self._losses.clear()
         gathered = take_gathers()
-        order = [torch.full((1,), float(sign * gathered.digest), device=device) for sign in (1, -1)]
-        found = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device), *order]))
-        vector, differs = found[:-2], (found[-2] != -found[-1]).float()  # the largest is not the smallest
-        return Finding(module.trainer.global_step, module, parameters, vector, losses, gathered, differs)
+        rates = _rates(optimizer)
+        alike = (gathered.digest, sum(math.log(rate or _LOW) for rate in rates))
+        signed = [torch.full((1,), float(sign * number), device=device) for sign in (1, -1) for number in alike]
+        found = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device), *signed]))
+        vector, largest, smallest = found[:-4], found[-4:-2], -found[-2:]
+        # Digests differ by 1 at least; rates by 0.1 %, which is more than the rounding of what ranks compute alike.
+        differs = (largest - smallest > 1e-3).float()
+        return Finding(module.trainer.global_step, module, parameters, vector, losses, gathered, rates, differs)
 
     def allows(self, finding: Finding) -> bool:
         """Tells whether the step is to be taken.
@@ -172,6 +190,12 @@ class FiniteGuard:
                 "same order, since each call gathers them. Call layers that a batch does not need as well, and add "
                 "0 * output.sum() to the loss, or use DDPStrategy with DDPConfig(find_unused_parameters=True)"
             )
+        if (rates := finding.compare_rates()) is not None:
+            raise RuntimeError(
+                f"optimizer step {finding.step}: {rates}; all ranks have to take the same step. Log what a scheduler "
+                "monitors with self.log(..., sync_dist=True), and what sets a rate by hand reduce with "
+                "self.trainer.strategy.reduce(value)"
+            )
         if self.policy == "skip":
             logger.warning("%s; the step is left out", finding.describe())
             return
@@ -186,6 +210,12 @@ def can_defer(optimizer: Optimizer) -> bool:
     """Tells whether ``optimizer`` leaves a step out by itself, on a device for which the host should not wait."""
     devices = (p.device.type for group in optimizer.param_groups for p in group["params"])
     return next(devices, "cpu") != "cpu" and leaves_steps_out(optimizer)
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    """Return the learning rates that are numbers; reading a tensor would wait for its device."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return [abs(float(rate)) for rate in rates if isinstance(rate, int | float)]
 
 
 def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:

@@ -114,6 +114,35 @@ def test_an_optimizer_that_looks_by_itself(pool2: Pool) -> None:
         assert all(ended[2] + skipped[2])
 
 
+class Unsynced(Recorder):
+    """Lowers its learning rate by a loss that each rank has for itself."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", float(self.global_rank * self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [p]} for p in self.parameters()]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, mode="max", factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def lower_alone(kind: str) -> tuple[str, int]:
+    """Runs on each rank: the error, and the steps before it."""
+    run = make_trainer(strategy_of(kind, "skip"), max_epochs=4)
+    with pytest.raises(RuntimeError) as caught:
+        run.fit(Unsynced(), batches(2), batches(2))
+    return str(caught.value), run.global_step
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_rates_that_differ_are_an_error(kind: str, pool2: Pool) -> None:
+    for message, steps in pool2.run(lower_alone, kind, trainer=True):
+        assert "optimizer step 8: the learning rate of group 0 is 0.05 on rank 0, 0.1 on rank 1" in message
+        assert "sync_dist=True" in message
+        assert steps == 8
+
+
 def test_policies() -> None:
     for config in (FSDP2Config, DDPConfig):
         with pytest.raises(ValueError, match="nonfinite='warn' is not one of 'error', 'skip', 'ignore'"):
