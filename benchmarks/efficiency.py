@@ -61,7 +61,7 @@ WAYS = {
 def main() -> None:
     """Entry point of ``python -m benchmarks.efficiency``."""
     page = Page("efficiency.md", "efficiency")
-    arguments = page.parser(__doc__, rounds=4).parse_args()
+    arguments = page.parser(__doc__, rounds=3).parse_args()
     widths, rounds = ((64,), 1) if arguments.smoke else (WIDTHS, arguments.rounds)
     page.add(describe())
     with shared_nursery() as nursery:

@@ -70,7 +70,7 @@ LADDER = (
 
 def main() -> None:
     page = Page("levers.md" if DEVICE == "cpu" else "levers_cuda.md", "levers")
-    parser = page.parser(__doc__, rounds=4)
+    parser = page.parser(__doc__, rounds=3)
     parser.add_argument("--only", default="", help="rows whose names contain this, and the defaults")
     parser.add_argument("--ladder", choices=list(LADDERS), help="this ladder, and nothing else of the page")
     parser.add_argument("--upto", default="", help="of that ladder this row only, the one above it and the first")

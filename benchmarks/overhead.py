@@ -44,7 +44,7 @@ from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Pool
 
 WIDTHS = ((256, 8), (1024, 4))  # hidden, layers
-WARM, STEPS = 2, 6
+WARM, STEPS = 2, 5
 TARGETS = {256: 1.3, 1024: 1.08}
 
 

@@ -31,7 +31,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import make_trainer
 
 LAYERS, RANKS, AT = (4, 16, 64, 128), (1, 2, 4, 8), 4
-WARM, STEPS, LENGTH, VOCABULARY = 1, 5, 16, 64
+WARM, STEPS, LENGTH, VOCABULARY = 1, 4, 16, 64
 ONE = "one process, all of it"
 WAYS: dict[str, Callable[[int], Strategy]] = {
     "tp": lambda ranks: FSDP2TPStrategy(tp=ranks),
