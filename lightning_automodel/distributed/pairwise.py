@@ -62,12 +62,12 @@ def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
 @custom_op("lightning_automodel::reduce_scatter", mutates_args={"output"}, device_types="cpu")
 def _reduce_scatter(output: Tensor, input: Tensor, group: str) -> None:
     members = group_of_name(group)
-    rows = list(input.view(members.size(), -1))
-    terms = [row if rank == members.rank() else torch.empty_like(row) for rank, row in enumerate(rows)]
+    rows, total, own = list(input.view(members.size(), -1)), output.view(-1), members.rank()
+    first = 0 if own else 1  # of the others: its row comes to where the sum is to be
+    terms = [torch.empty_like(row) if rank not in (own, first) else row for rank, row in enumerate(rows)]
+    terms[first] = total
     exchange(rows, terms, members)
-    total = output.view(-1)
-    torch.add(terms[0], terms[1], out=total)
-    for term in terms[2:]:
+    for term in (terms[1 - first], *terms[2:]):
         total.add_(term)
 
 
