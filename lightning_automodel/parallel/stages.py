@@ -46,6 +46,7 @@ from lightning_automodel.parallel.context import ContextParallel
 from lightning_automodel.parallel.experts import ExpertParallel
 from lightning_automodel.parallel.experts.whole import find_whole_experts, route_to_own_experts
 from lightning_automodel.parallel.float8 import apply_float8
+from lightning_automodel.parallel.freed_memory import keep_freed_memory
 from lightning_automodel.parallel.random_passes import data_rank_of, draw_from
 from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel
 from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
@@ -80,6 +81,8 @@ def apply_stages(
     """
     tp, cp, device_type = axes.tp.size(), axes.cp.size() if axes.cp else 1, axes.tp.device_type
     _check_whole(model)
+    if device_type == "cpu":
+        keep_freed_memory()
     store_as_rows(model, tp)
     check_four_bit(model)
     plan, layout = _plan(model, tp, config)

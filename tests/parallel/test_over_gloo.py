@@ -1,5 +1,7 @@
 """Gathers and reductions by messages between pairs of ranks: as gloo's own, from memory that is handed out once."""
 
+from resource import RUSAGE_SELF, getrusage
+from statistics import median
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo,
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
+from tests.support.families import tiny_model
 from tests.support.training import tiny_llama
 
 BUFFERS = 3
@@ -67,3 +70,23 @@ def test_memory_is_handed_out_once(pool2: Pool) -> None:
         for a, b in zip(once, often, strict=True):
             torch.testing.assert_close(b, a)
         assert max(kept) <= BUFFERS
+
+
+def pages_of_steps(steps: int) -> list[int]:
+    """Runs on each rank: how often each step asked the system for a page. Gradients of a rank have 9 MB."""
+    model: Any = tiny_model("llama", hidden_size=256, intermediate_size=704)
+    parallelize(model, build_mesh(resolve_sizes(2), "cpu"))
+    optimizer, ids = torch.optim.SGD(model.parameters()), torch.arange(32).view(2, 16)
+    found = []
+    for _ in range(steps):
+        before = getrusage(RUSAGE_SELF).ru_minflt
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(getrusage(RUSAGE_SELF).ru_minflt - before)
+    return found
+
+
+def test_freed_memory_is_kept(pool2: Pool) -> None:
+    for pages in pool2.run(pages_of_steps, 6):
+        assert median(pages[2:]) < 200, pages
