@@ -103,13 +103,17 @@ def explaining_step(optimizer: Optimizer) -> Generator[None, None, None]:
         ) from error
 
 
+_WITHIN_STEP = ("closure", "training_step", "on_before_optimizer_step", "configure_gradient_clipping")
+"""what Lightning calls within a step, and is not the optimizer's"""
+
+
 def _is_of_optimizer(error: BaseException, optimizer: Optimizer) -> bool:
     if "sharding strategy" not in str(error) and "placement" not in str(error):
         return False
     kinds = [kind for kind in type(optimizer).__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer]
     files = {sys.modules[kind.__module__].__file__ for kind in kinds}
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    is_of_step = all(code.co_name not in ("closure", "training_step") for code in frames)
+    is_of_step = all(code.co_name not in _WITHIN_STEP for code in frames)
     return is_of_step and any(code.co_filename in files for code in frames)
 
 

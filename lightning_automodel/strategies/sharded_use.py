@@ -18,6 +18,14 @@ _INSTEAD = {
         "the shards of a parameter or gradient are not those of its flattened form; compute with each tensor alone, or "
         "flatten tensor.full_tensor(), which all ranks have to call"
     ),
+    "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": (  # which says more than the first words
+        "load_state_dict was given whole tensors for a model whose parameters are sharded; load them in __init__ or "
+        "configure_model, before the model is made parallel"
+    ),
+    "aten.index_put_.default: in-place operations that require placement changes": (
+        "shards do not take values by a mask or by indices (tensor[mask] = value); use "
+        "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
+    ),
     "out of bounds for storage of size 0": (
         "the backward pass needs parameters that were freed, because the forward pass of their module returned no "
         "tensor that requires a gradient; return from it all that the loss reads, in the place of keeping it on the "

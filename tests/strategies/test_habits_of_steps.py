@@ -38,6 +38,18 @@ class Steps(Noted):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
 
 
+class Masked(Steps):
+    """Leaves small gradients out, as the error of shards tells."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for gradient in (parameter.grad for parameter in self.parameters()):
+            gradient.masked_fill_(gradient.abs() < 1e-3, 0)  # type: ignore[union-attr]
+        super().on_before_optimizer_step(optimizer)
+
+
 class InTurn(Steps):
     """Two models that train against each other; the one that does not train is read in between."""
 
@@ -219,7 +231,7 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     }
 
 
-KINDS = (InTurn, MeanTeacher, MomentumEncoder, Sharpened, Borrowed, OwnNorms, Drawn, HookedLater, Unfrozen)
+KINDS = (Masked, InTurn, MeanTeacher, MomentumEncoder, Sharpened, Borrowed, OwnNorms, Drawn, HookedLater, Unfrozen)
 FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
@@ -409,6 +421,19 @@ class Flattening(Noted):
         nn.utils.parameters_to_vector([parameter.grad for parameter in self.parameters()])  # type: ignore[misc]
 
 
+class Masking(Noted):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad[parameter.grad.abs() < 1e-3] = 0  # type: ignore[index,union-attr]
+
+
+class Loading(Noted):
+    """Takes other weights when the run begins."""
+
+    def on_fit_start(self) -> None:
+        self.model.load_state_dict(tiny_llama().state_dict())
+
+
 class ChosenHeads(Noted):
     """Its rows choose the head."""
 
@@ -446,6 +471,8 @@ UNEXPECTED: list[tuple[Any, tuple[Any, ...], str]] = [
     (OutsideOfForward, (), r"embedding\.weight\.full_tensor"),
     (ChosenHeads, (), "rank 0 called heads.0, rank 1 called heads.1"),
     (Flattening, (), r"flatten tensor\.full_tensor"),
+    (Masking, (), r"^shards do not take values by a mask.* use tensor\.masked_fill_"),
+    (Loading, (), "^load_state_dict was given whole tensors .* load them in __init__ or configure_model"),
 ]
 
 
