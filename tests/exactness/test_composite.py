@@ -85,6 +85,7 @@ def error_of_adapters(sizes: dict[str, int]) -> tuple[float, str]:
     return compare(adapted, sizes, dist.get_world_size(), draw=draw).largest
 
 
+@pytest.mark.long
 def test_adapters_on_batches_without_images_on_some_ranks(pool2: Pool, pool4: Pool) -> None:
     for pool, sizes in ((pool2, {"dp_shard": 2}), (pool4, {"dp_shard": 2, "tp": 2})):
         for largest, name in pool.run(error_of_adapters, sizes):

@@ -28,6 +28,7 @@ def numbers(text: str) -> list[float]:
     return [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)]
 
 
+@pytest.mark.long  # `make first-hour` runs the example, too
 def test_two_processes_print_the_numbers_of_one(nursery: Nursery) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), STEPS]
     two = subprocess.run(command, text=True, capture_output=True, timeout=100)
