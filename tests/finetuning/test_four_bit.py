@@ -76,7 +76,7 @@ def loss_of_plain_peft(model: Path, adapter: Path, directory: Path) -> float:
     return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
 
 
-@pytest.mark.long  # its parts run apart, in test_adapters.py and tests/loading
+@pytest.mark.long  # its parts run apart, in tests/adapters
 def test_from_training_to_plain_peft(model_dir: Path, tmp_path: Path, pool2: Pool) -> None:
     model = tmp_path / "model"
     llama(vocab_size=320).save_pretrained(model)
