@@ -28,19 +28,33 @@ def clean_name(name: str) -> str:
 
 
 def model_state(model: nn.Module) -> State:
-    """Collect parameters and persistent buffers by name, without copies; names of one parameter share one tensor."""
+    """Collect parameters and persistent buffers by name, without copies but for those that a ``state_dict`` of the
+    user's makes; names of one parameter share one tensor.
+    """
     detached: dict[int, Tensor] = {}
     state: State = {}
-    for name, value in named_state(model).items():
+    shown = model.state_dict(keep_vars=True)
+    for name, own in _own_state(model, shown).items():
+        value = shown[name]
         if isinstance(value, Tensor):
-            value = detached.setdefault(id(value), as_stored(value))
-        state[name] = value
+            value = detached.setdefault(id(value), like_parameter(own, value))
+        state[clean_name(name)] = value
     return state
 
 
 def named_state(model: nn.Module) -> State:
     """Yields parameters and persistent buffers by the names that they have in a checkpoint."""
-    return {clean_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    own = _own_state(model, model.state_dict(keep_vars=True))
+    return {clean_name(name): value for name, value in own.items()}
+
+
+def _own_state(model: nn.Module, shown: State) -> State:
+    """Put what ``model`` computes with in the place of copies of it, which a ``state_dict`` of the user's or a hook may
+    show (in another dtype, on another device): what is read into a copy is lost.
+    """
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    mine = {id(value) for value in own.values()}
+    return {name: value if id(value) in mine else own.get(name, value) for name, value in shown.items()}
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -96,7 +110,8 @@ def restore_model(
         ValueError: naming what is missing, unknown, or of another shape.
     """
     source = {clean_name(name): value for name, value in source.items()}
-    targets = model.state_dict(keep_vars=True)
+    targets = _own_state(model, model.state_dict(keep_vars=True))
+    _refuse_copies(model, {name: value for name, value in targets.items() if clean_name(name) in source})
     ties = _ties(targets)
     _check_names(source, ties, strict, {clean_name(name) for name in left_out})
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
@@ -144,6 +159,17 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     fetch(pairs)
     groups = _groups_for(optimizer, saved["param_groups"], iter(names))
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _refuse_copies(model: nn.Module, targets: State) -> None:
+    held = {id(value) for value in (*model.parameters(), *model.buffers())}
+    copies = [name for name, value in targets.items() if isinstance(value, DTensor) and id(value) not in held]
+    if copies:
+        raise ValueError(
+            f"state_dict of {type(model).__name__} shows {copies[0]}, a copy of a parameter under another name, and "
+            "what is loaded into a copy is lost; keep the names of parameters in state_dict and its hooks, and rename "
+            "in on_save_checkpoint and on_load_checkpoint"
+        )
 
 
 def _ties(targets: Mapping[str, Any]) -> list[list[str]]:

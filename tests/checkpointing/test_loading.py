@@ -182,3 +182,41 @@ def test_a_checkpoint_of_another_model(pool2: Pool, tmp_path: Path) -> None:
     assert ".ckpt cannot be loaded" in shape
     assert "missing: more.weight, more.bias" in names
     assert "strict_loading=False" in names
+
+
+# ---- a state_dict of the user's own ----------------------------------------------------------------------------------
+
+
+class Converting(Recorder):
+    """Shows copies of its parameters in another dtype."""
+
+    prefix = ""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {self.prefix + name: value.double() for name, value in state.items()}
+
+
+class Renaming(Converting):
+    """And under other names."""
+
+    prefix = "my."
+
+
+def load_what_was_copied(directory: Path) -> tuple[float, str]:
+    _, trained = fit({"tp": 2}, directory, epochs=1, module=Converting())
+    path = directory / "epoch=0.ckpt"
+    module = Converting()
+    make_trainer({}).validate(module, batches(2), ckpt_path=path, verbose=False)
+    loaded = whole_parameters(module)
+    fit({"tp": 2}, directory / "renamed", epochs=1, module=Renaming())
+    path = directory / "renamed/epoch=0.ckpt"
+    refused = message_of(make_trainer({"tp": 2}).validate, Renaming(), batches(1), ckpt_path=path, verbose=False)
+    return max(float((value - trained[name]).abs().max()) for name, value in loaded.items()), refused
+
+
+def test_what_is_loaded_does_not_go_into_a_copy(pool2: Pool, tmp_path: Path) -> None:
+    for difference, refused in pool2.run(load_what_was_copied, tmp_path, trainer=True):
+        assert difference == 0
+        assert "state_dict of Renaming shows my.model.model.embed_tokens.weight" in refused
+        assert "on_load_checkpoint" in refused
