@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from lightning_automodel._compat.fsdp2 import add_parameter_group, check_dtypes
 from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.transformers import record_as_before
 from lightning_automodel.parallel.dim_to_cut import DimToCut
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
 
@@ -52,6 +53,7 @@ def shard_unit(
     # transformers takes FSDP2's subclass, which lies in torch, for code from the hub, and then initializes differently.
     for module, origin in zip(modules, origins, strict=True):
         type(module).__module__ = origin
+        record_as_before(module)
         watch_hidden_outputs(module)
         if len(modules) > 1:
             module.register_forward_hook(_gather_for_backward)

@@ -152,6 +152,7 @@ ATTRIBUTES = {
     ),
     "peft.tuners.tuners_utils:": ("_torch_supports_distributed",),
     "transformers:PreTrainedModel": (
+        "_can_record_outputs",
         "_finalize_model_loading",
         "_initialize_missing_keys",
         "_load_pretrained_model",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from lightning_automodel import DDPStrategy, FSDP2Config
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -93,7 +93,21 @@ class States(Noted):
         return output.loss + sum(x.cumsum(1).square().mean() for x in (*output.hidden_states, *states))
 
 
-CASES = [Attentions, Hooked, SecondNames, Gathered]
+class Backbone(Noted):
+    """A model without a head, which is itself what is sharded, and what it records on the way."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = AutoModel.from_config(tiny_llama().config, attn_implementation="eager")
+            self.model.load_state_dict(tiny_llama().model.state_dict())
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        output = self.model(input_ids=batch[0], output_hidden_states=True, output_attentions=True)
+        recorded = (*output.hidden_states, *output.attentions)
+        return sum(100 * (x * x.detach().cumsum(1)).square().mean() for x in recorded)
+
+
+CASES = [Backbone, Attentions, Hooked, SecondNames, Gathered]
 
 
 def gradients_of(kind: type[Noted], sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
