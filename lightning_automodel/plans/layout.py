@@ -26,7 +26,7 @@ from lightning_automodel.modules.structure import (
 from lightning_automodel.plans.attention_heads import counts_of, head_counts, share
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
-from lightning_automodel.plans.style_checks import check_styles, check_sums
+from lightning_automodel.plans.style_checks import check_ends, check_styles, check_sums
 from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of
 from lightning_automodel.plans.sum_terms import Term
 
@@ -91,6 +91,7 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
     structure, blocks = Structure(model, plan), find_blocks(model)
     check_styles(structure.modules, structure.module_styles, structure.parameter_styles)
     check_sums(structure.modules, structure.module_styles, structure.parameter_styles, plan.dropped)
+    check_ends(structure.modules, structure.module_styles)
     layout = Layout(boundaries=[b for block in blocks for b in structure.boundaries(block)])
     layout.attributes = head_counts(structure.modules, structure.parameter_styles, blocks, tp)
     for name, style in structure.module_styles.items():
@@ -253,7 +254,7 @@ class Structure:
         prefix = name.rpartition(".")[0]
         if isinstance(parent, CONTAINERS) or any(style.opens for style in self.styles_below(prefix)):
             return False
-        return any(p.ndim == 2 and f"{prefix}.{n}" not in self.parameter_styles for n, p in parent.named_parameters())
+        return any(p.ndim == 2 and n not in self.parameter_styles for n, p in parent.named_parameters(prefix))
 
     def boundaries(self, block: str) -> Iterator[str]:
         """Yields the outermost children of a block that can work on slices alone (rule B)."""
@@ -275,7 +276,7 @@ class Structure:
 
     def styles_below(self, name: str) -> list[Style]:
         """Lists the styles of a module, of the modules inside of it and of their parameters."""
-        prefix = f"{name}."
+        prefix = f"{name}." if name else ""
         styles = [s for n, s in self.module_styles.items() if n == name or n.startswith(prefix)]
         return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]
 

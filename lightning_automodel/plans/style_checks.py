@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_automodel.plans.selection import wildcard
-from lightning_automodel.plans.styles import EMBEDDINGS, Leave, Style
+from lightning_automodel.plans.styles import EMBEDDINGS, Enter, Leave, Style
 
 Modules = Mapping[str, nn.Module]
 Styles = Mapping[str, Style]
@@ -59,6 +59,41 @@ def check_sums(modules: Modules, module_styles: Styles, parameter_styles: Styles
         if whole:
             lacking = [rule for rule in dropped if rule.startswith(f"{wildcard(name)}.")]
             raise ValueError(_message(name, modules[name], style, _whole_in_sum(whole[0], lacking)))
+
+
+def check_ends(modules: Modules, module_styles: Styles) -> None:
+    """Checks that what gives a rank its features alone is followed by what sums over the ranks.
+
+    A module that sums does so for all modules of the nearest one around it in which any gives features alone.
+
+    Args:
+        modules: all modules of the model by name.
+        module_styles: of the modules that the plan names.
+
+    Raises:
+        ValueError: naming the rule, the module, and the style that gives whole features.
+    """
+    begin = [n for n, s in module_styles.items() if s.enter is Enter.COPY and s.leave is Leave.NONE and s.opens]
+    sums = [name for name, style in module_styles.items() if style.closes or style.leave in _SUMS]
+    ended = {found for name in sums for found in _nearest(name, begin)}
+    for name in begin:
+        if name not in ended:
+            problem = (
+                "no module around it or beside it has one that sums over the ranks (rowwise), so what reads it would "
+                "see a rank's share of its features; use colwise_gather_output, or plan the module that reads it, too"
+            )
+            raise ValueError(_message(name, modules[name], module_styles[name], problem))
+
+
+def _nearest(name: str, others: Sequence[str]) -> list[str]:
+    """List those of ``others`` that stand in the nearest module around ``name`` in which any of them stands."""
+    around = name
+    while around:
+        around = around.rpartition(".")[0]
+        found = [other for other in others if not around or other.startswith(f"{around}.")]
+        if found:
+            return found
+    return []
 
 
 _SUMS = (Leave.REDUCE, Leave.REDUCE_ALL, Leave.REDUCE_SPLIT)

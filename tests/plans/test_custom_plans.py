@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -67,6 +68,29 @@ def errors() -> dict[str, tuple[float, str]]:
     return {name: _error(build, plan) for name, (build, plan) in cases.items()}
 
 
+class Bare(nn.Module):
+    """A pair of layers that a user plans, in no block and with another matrix beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(131, 6), nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 131)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> CausalLMOutput:
+        hidden = self.norm(self.embed(input_ids))
+        logits = self.head(hidden + self.down(self.up(hidden).relu()))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def errors_of_bare_pairs() -> dict[str, tuple[float, str]]:
+    """Runs on each rank."""
+    pair = {"up": "colwise", "down": "rowwise"}
+    plans = {"pair": pair, "second alone": {"down": "rowwise"}, "head": {**pair, "head": "colwise_gather_output"}}
+    return {name: _error(Bare, plan) for name, plan in plans.items()}
+
+
 def errors_of_cut_streams() -> dict[str, tuple[float, str]]:
     """Runs on each rank: blocks whose own code stands between a column and a row style, on an odd number of tokens."""
     dropout = dict.fromkeys(("activation_dropout", "hidden_dropout_prob"), 0.2)
@@ -83,7 +107,7 @@ def _error(build: Any, plan: Any, length: int = 12, sequence_parallel: bool = Fa
 
 
 def test_custom_plans_are_exact(pool2: Pool) -> None:
-    for found in pool2.run(errors) + pool2.run(errors_of_cut_streams):
+    for found in pool2.run(errors) + pool2.run(errors_of_bare_pairs) + pool2.run(errors_of_cut_streams):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 
 
@@ -155,6 +179,8 @@ def gpt2() -> nn.Module:
             {f"{DECODER}.fc1.weight": "colwise"},
             r"no collectives; name the module: 'model.decoder.layers.\*.fc1'",
         ),
+        (build_llama, {"model.layers.*.mlp.up_proj": "colwise"}, "no module around it or beside it .* that sums"),
+        (build_llama, {"extends": "model", "lm_head": "colwise"}, "'lm_head' .* use colwise_gather_output"),
         (build_opt, {f"{DECODER}.fc1": "split_heads"}, r"split_heads, but it has no attribute that counts heads"),
         (gpt2, {"transformer.h.*.mlp.c_fc": "colwise"}, r"\(Conv1D\) .* stored as \[in, out\]"),
         (reads_config, ATTENTION, r"self_attn \(ReadsConfig\) reads config.num_attention_heads"),
