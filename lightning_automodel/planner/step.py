@@ -110,12 +110,12 @@ def watched_step(
 def _micro_batch(
     model: nn.Module, optimizer: Optimizer, batch: Mapping[str, Tensor], watch: Watch, is_first: bool
 ) -> None:
+    if is_first:
+        optimizer.zero_grad()  # before the forward pass, as the strategies do (strategies/last_gradients.py)
     watch.enter(FORWARD)
     loss = model(**batch).loss
     gc.collect()
     watch.end_forward(model.parameters())
-    if is_first:
-        optimizer.zero_grad()
     with watch.phase(BACKWARD):
         loss.backward()
 

@@ -7,11 +7,11 @@ run, and mix the tokens of a sequence.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from types import CodeType
 
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.modules.reachable_code import names_in
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS, Style
@@ -99,10 +99,5 @@ def names_in_code(module: nn.Module) -> set[str]:
             continue
         for method in vars(kind).values():
             if inspect.isfunction(method) and method.__name__ != "__init__":
-                names |= _names(inspect.unwrap(method).__code__)
+                names |= names_in(inspect.unwrap(method).__code__)
     return names
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))

@@ -36,6 +36,7 @@ from lightning_automodel.strategies.data.samplers import check_training_lengths,
 from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.faults.preemption import Preemption
 from lightning_automodel.strategies.finite import FiniteGuard
+from lightning_automodel.strategies.last_gradients import LastGradients
 from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
@@ -55,6 +56,7 @@ class SharedHooks(SavingStrategy):
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()
         self._preemption = Preemption()
+        self._last_gradients = LastGradients()
 
     @abstractmethod
     def build_parallel(self, module: "pl.LightningModule") -> None:
@@ -191,6 +193,7 @@ class SharedHooks(SavingStrategy):
         warn_of_later_hooks(self._module)
         self._agreement.start()
         self.return_gradients()
+        self._last_gradients.start(self._trainer, self._module, self.optimizers)
         tell_start(self._trainer, self._module, self.sizes, self.config)
 
     @override
@@ -215,6 +218,7 @@ class SharedHooks(SavingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._draws.begin(self._trainer)
+        self._last_gradients.free(self._trainer, self.optimizers)
         return metrics.plain_output(super().training_step(*args, **kwargs))
 
     @override

@@ -1,0 +1,79 @@
+"""What code runs behind a function, as far as names lead: structure that no attribute of a module tells."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+LIBRARIES = {"lightning", "lightning_automodel", "peft", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
+
+
+def names_in(code: CodeType) -> set[str]:
+    """List the attributes, globals and imports that ``code`` names, and functions written within it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
+
+
+def strings_in(code: CodeType) -> set[str]:
+    """List the strings that ``code`` holds, and functions written within it: names for ``getattr``, among others."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {c for c in code.co_consts if isinstance(c, str)}.union(*map(strings_in, inner))
+
+
+def reachable_code(functions: Iterable[Callable[..., Any]], owners: Iterable[type]) -> Iterator[CodeType]:
+    """Walk through the code of ``functions`` and of what they may call, that of libraries left out.
+
+    A name may be a global of the function's file, or an attribute of any class of ``owners``: more than what runs, and
+    not what is called by a name made at run time.
+
+    Args:
+        functions: where to begin; what is not written in Python ends there.
+        owners: classes whose methods and properties the names may be.
+    """
+    own = {base for kind in owners for base in kind.__mro__ if not is_of_library(base)}
+    waiting: list[Any] = list(functions)
+    seen = set()
+    while waiting:
+        function = _undecorated(waiting.pop())
+        if not inspect.isfunction(function) or function.__code__ in seen or is_of_library(function):
+            continue
+        seen.add(function.__code__)
+        yield function.__code__
+        names = names_in(function.__code__)
+        waiting += (vars(kind).get(name) for kind in own for name in names)
+        for name in names:
+            waiting += _functions_of(function.__globals__.get(name), names)
+        for cell in function.__closure__ or ():
+            waiting += _functions_of(_content(cell), names)
+
+
+def is_of_library(thing: Any) -> bool:
+    """Tell whether a function or class comes with Python or with a library that is known, and is not the user's."""
+    package = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    return package in LIBRARIES or package in sys.stdlib_module_names
+
+
+def _undecorated(function: Any) -> Any:
+    """Give the function behind decorators, bound methods, properties and partial arguments."""
+    for attribute in ("func", "fget", "__func__"):
+        while hasattr(function, attribute):
+            function = getattr(function, attribute)
+    return inspect.unwrap(function) if callable(function) else function
+
+
+def _functions_of(value: Any, names: set[str]) -> list[Any]:
+    """List what may be called of a global value: itself, what it defines, or what a file named so defines."""
+    if isinstance(value, ModuleType):
+        return [] if value.__name__.partition(".")[0] in LIBRARIES else [vars(value).get(name) for name in names]
+    if inspect.isroutine(value) or hasattr(value, "func"):
+        return [value]
+    kind = value if isinstance(value, type) else type(value)
+    return [] if is_of_library(kind) else list(vars(kind).values())
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None

@@ -1,0 +1,69 @@
+"""Frees the gradients of a step before the next forward pass, where nobody could see the difference.
+
+Lightning's loop clears gradients between the forward and the backward pass: those of the step before are held through
+forward and loss, where memory peaks. A loop by hand clears them behind its step.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_automodel._compat.modules import hooks_of
+from lightning_automodel.modules.reachable_code import names_in, reachable_code, strings_in
+
+
+class LastGradients:
+    """Clears gradients before a training step, where Lightning would clear them behind it."""
+
+    def __init__(self) -> None:
+        self.may_go = False
+
+    def start(self, trainer: "pl.Trainer", module: "pl.LightningModule", optimizers: Iterable[Optimizer]) -> None:
+        """Decide for a run: they stay where the user's code runs on clearing, or may read gradients in a step."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self.may_go = (
+            module.automatic_optimization
+            and "dataloader_iter" not in inspect.signature(module.training_step).parameters  # counts batches itself
+            and not any(is_overridden(hook, module) for hook in ("on_before_zero_grad", "optimizer_zero_grad"))
+            and not any(is_overridden("on_before_zero_grad", callback) for callback in callbacks)
+            and all(clears_only(optimizer) for optimizer in optimizers)
+            and not may_read_gradients(module)
+        )
+
+    def free(self, trainer: "pl.Trainer", optimizers: Iterable[Optimizer]) -> None:
+        """Free the gradients before the first micro-batch of an optimizer step, as Lightning would behind its forward.
+
+        The condition is that of Lightning's loop (``_AutomaticOptimization._make_zero_grad_fn``).
+        """
+        if self.may_go and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+
+def clears_only(optimizer: Optimizer) -> bool:
+    """Tell whether ``optimizer.zero_grad`` is torch's, which does nothing but clear."""
+    return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+
+
+def may_read_gradients(module: "pl.LightningModule") -> bool:
+    """Tell whether code of the user's that a training step may run names gradients of parameters."""
+    kinds = {kind for part in module.modules() for kind in (type(part), *map(type, vars(part).values()))}
+    forwards = (function for part in module.modules() for function in _run_by_call(part))
+    return any(
+        "grad" in strings_in(code) or any(map(_is_of_gradients, names_in(code)))
+        for code in reachable_code([module.training_step, *forwards], kinds)
+    )
+
+
+def _run_by_call(part: nn.Module) -> Iterator[Callable[..., object]]:
+    yield type(part).forward  # behind those of an instance, such as this package's
+    yield part.forward
+    yield from hooks_of(part)
+
+
+def _is_of_gradients(name: str) -> bool:
+    return name in ("grad", "clip_gradients") or name.startswith("clip_grad") or name.endswith("grad_norm")
