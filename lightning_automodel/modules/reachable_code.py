@@ -3,7 +3,8 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, ModuleType
+from functools import cached_property, partial
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 LIBRARIES = {"lightning", "lightning_automodel", "peft", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
@@ -56,17 +57,27 @@ def is_of_library(thing: Any) -> bool:
 
 def _undecorated(function: Any) -> Any:
     """Give the function behind decorators, bound methods, properties and partial arguments."""
-    for attribute in ("func", "fget", "__func__"):
-        while hasattr(function, attribute):
-            function = getattr(function, attribute)
-    return inspect.unwrap(function) if callable(function) else function
+    while kind := next((kind for kind in _FUNCTION if isinstance(function, kind)), None):
+        function = getattr(function, _FUNCTION[kind])
+    return inspect.unwrap(function) if inspect.isroutine(function) else function
+
+
+_FUNCTION: dict[type, str] = {
+    cached_property: "func",
+    classmethod: "__func__",
+    MethodType: "__func__",
+    partial: "func",
+    property: "fget",
+    staticmethod: "__func__",
+}
+"""Where each kind of object keeps its function. Others are not asked: an attribute of a mock is a mock."""
 
 
 def _functions_of(value: Any, names: set[str]) -> list[Any]:
     """List what may be called of a global value: itself, what it defines, or what a file named so defines."""
     if isinstance(value, ModuleType):
         return [] if value.__name__.partition(".")[0] in LIBRARIES else [vars(value).get(name) for name in names]
-    if inspect.isroutine(value) or hasattr(value, "func"):
+    if inspect.isroutine(value) or isinstance(value, tuple(_FUNCTION)):
         return [value]
     kind = value if isinstance(value, type) else type(value)
     return [] if is_of_library(kind) else list(vars(kind).values())

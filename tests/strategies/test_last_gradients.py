@@ -1,7 +1,9 @@
 """Gradients of a step are gone in the next one's forward pass, except where the user's code might see that."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
@@ -99,6 +101,27 @@ class InProperty(Noting):
         return super().training_step(batch + self.scale.value, batch_idx)
 
 
+@cache
+def helper() -> Scale:
+    return Scale()
+
+
+class InCached(Noting):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch + helper().value, batch_idx)
+
+
+ANYTHING = MagicMock()
+
+
+class Mocking(Noting):
+    """Names what has any attribute."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        ANYTHING.note(batch)
+        return super().training_step(batch, batch_idx)
+
+
 def norms(module: nn.Module) -> list[Tensor]:
     return [p.grad.norm() for p in module.parameters() if p.grad is not None]
 
@@ -168,7 +191,7 @@ class Manual(Noting):
 
 
 KEEPING = [
-    *(InStep, InMethod, InProperty, InFunction, InForward, InHook, ClipsThere),
+    *(InStep, InMethod, InProperty, InCached, InFunction, InForward, InHook, ClipsThere),
     *(OwnClearing, OwnOptimizer, Watched, Manual),
 ]
 
@@ -187,8 +210,8 @@ def held(strategy: str, kinds: list[type[Noting]], **arguments: Any) -> dict[str
 
 @pytest.mark.parametrize("strategy", ["shards", "tp"])
 def test_they_are_gone_before_the_forward_pass(pool2: Pool, strategy: str) -> None:
-    for found in pool2.run(held, strategy, [Noting, LogsNorms], trainer=True):
-        assert found == dict.fromkeys(("Noting", "LogsNorms"), [False] * STEPS)
+    for found in pool2.run(held, strategy, [Noting, LogsNorms, Mocking], trainer=True):
+        assert found == dict.fromkeys(("Noting", "LogsNorms", "Mocking"), [False] * STEPS)
 
 
 def test_those_of_a_step_that_is_not_complete_stay(pool2: Pool) -> None:
