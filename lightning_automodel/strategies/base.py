@@ -240,11 +240,18 @@ class SharedHooks(SavingStrategy):
         return self.after_evaluation_step(super().predict_step(*args, **kwargs))
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.note_backward()
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if have_gradient_hooks(p for group in optimizer.param_groups for p in group["params"]):
             self.check_gradient_hooks()
         with explaining_step(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
+            output = super().optimizer_step(optimizer, *args, **kwargs)
+        self.note_step(optimizer)
+        return output
 
     # ---- numbers that are logged -------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -120,3 +121,49 @@ def test_every_data_rank_has_its_own_position(pool2: Pool, tmp_path: Path) -> No
     for rank in range(2):
         assert again[rank]["losses"] == whole[rank]["losses"][3:]
         assert largest_difference(again[rank], whole[rank]) == 0
+
+
+# ---- manual optimization ---------------------------------------------------------------------------------------------
+
+
+class ByHand(Recorder):
+    """One optimizer steps with every batch, the other one accumulates the gradients of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        every, second = self.optimizers()  # type: ignore[misc]
+        loss = self.loss(batch)
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        self.manual_backward(loss)
+        for optimizer in (every, second) if batch_idx % 2 else (every,):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return torch.optim.AdamW(parameters[:4], lr=1e-2), torch.optim.SGD(parameters[4:], lr=0.1)
+
+
+def run_by_hand(directory: Path) -> list[tuple[list[float], list[float], float]]:
+    found = []
+    for strategy in (lambda: FSDP2TPStrategy(tp=2), DDPStrategy):
+        path, results = directory / strategy.__name__, []
+        size = GLOBAL_BATCH // (2 if strategy is DDPStrategy else 1)
+        for resume in (None, path):
+            module = ByHand()
+            trainer = make_trainer(strategy(), callbacks=[] if resume else [SaveAfter(path, 3)], max_epochs=1)
+            trainer.fit(module, DataLoader(TensorDataset(rows()), batch_size=size), ckpt_path=resume)
+            results.append({"losses": module.losses, "parameters": whole_parameters(module)})
+        whole, again = results
+        found.append((whole["losses"][3:], again["losses"], largest_difference(again, whole)))
+    return found
+
+
+def test_gradients_that_wait_for_a_step_by_hand(pool2: Pool, tmp_path: Path) -> None:
+    for rank in pool2.run(run_by_hand, tmp_path, trainer=True):
+        for expected, losses, difference in rank:
+            assert losses == expected
+            assert difference == 0

@@ -46,6 +46,7 @@ class SavingStrategy(OnMesh):
         super().__init__(*args, **kwargs)
         self._background = BackgroundSaver()
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._unstepped: set[int] = set()  # ids of optimizers without a step since the last backward pass
         self._own: dict[str, Any] = {}
         self._restoration = checkpoints.Restoration()
         self._replacement = Replacement()
@@ -106,7 +107,7 @@ class SavingStrategy(OnMesh):
             SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
         }
         checkpoint = {**checkpoint, **added}
-        if "optimizer_states" in checkpoint and is_accumulating(self._trainer):
+        if "optimizer_states" in checkpoint and self._is_within_step():
             checkpoint[GRADIENTS] = self.accumulated_gradients()
         if not self._save_distributed_checkpoint:
             checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)
@@ -117,6 +118,19 @@ class SavingStrategy(OnMesh):
                 f"{type(self).__name__}(save_distributed_checkpoint=False)"
             )
         checkpoints.save_parts(checkpoint, path, self.data_group, self._background if self._async_save else None)
+
+    def _is_within_step(self) -> bool:
+        if self._module.automatic_optimization:
+            return is_accumulating(self._trainer)
+        return bool(self._unstepped)
+
+    def note_backward(self) -> None:
+        """Keeps in mind that gradients wait for a step, which with manual optimization nothing else tells."""
+        self._unstepped = {id(optimizer) for optimizer in self.optimizers}
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Keeps in mind that ``optimizer`` has used its gradients."""
+        self._unstepped.discard(id(optimizer))
 
     @contextmanager
     def _saving_at_once(self) -> Generator[None, None, None]:
@@ -208,6 +222,7 @@ class SavingStrategy(OnMesh):
 
         When training starts: the trainer zeroes them before.
         """
+        self._unstepped = {id(optimizer) for optimizer in self.optimizers if self._gradients}
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._gradients = {}
