@@ -36,6 +36,16 @@ def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpo
         ) from error
 
 
+def refuse_part(path: Location) -> None:
+    """Check that ``path`` is not a file within a checkpoint folder.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    if path.is_file() and (path.parent / METADATA).is_file():
+        raise ValueError(f"{path} is a part of the checkpoint {path.parent}; give the folder")
+
+
 def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
     if not (path / METADATA).is_file():
         inside = [name for name in path.names() if (path / name / METADATA).is_file()]

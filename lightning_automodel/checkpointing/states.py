@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import gather_on_rank_zero
-from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter, stored_state
+from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter, map_tensors, stored_state
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 State = dict[str, Any]
@@ -69,7 +70,13 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     if not state:
         return {}
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[i]: value for i, value in state["state"].items()}, "param_groups": groups}
+    values = {names[i]: {key: _storable(v) for key, v in value.items()} for i, value in state["state"].items()}
+    return {"state": values, "param_groups": groups}
+
+
+def _storable(value: Any) -> Any:
+    """Gather what is in lists (LBFGS has some), which ranks do not write in parts."""
+    return gather_state(value) if type(value) in (list, tuple) else value
 
 
 def gather_state(state: Any) -> Any:
@@ -78,18 +85,12 @@ def gather_state(state: Any) -> Any:
     """
     gathered: dict[int, Tensor | None] = {}
 
-    def gather(value: Any) -> Any:
-        if type(value) is dict:  # others, such as a Counter, mean more than their items
-            return {key: gather(item) for key, item in value.items()}
-        if type(value) is list:
-            return [gather(item) for item in value]
-        if isinstance(value, Tensor):
-            if id(value) not in gathered:
-                gathered[id(value)] = gather_on_rank_zero(value)
-            return gathered[id(value)]
-        return value
+    def gather(tensor: Tensor) -> Tensor | None:
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = gather_on_rank_zero(tensor)
+        return gathered[id(tensor)]
 
-    return gather(state)
+    return map_tensors(state, gather)
 
 
 # ---- restoring -------------------------------------------------------------------------------------------------------
@@ -117,9 +118,11 @@ def restore_model(
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
     others = {}
     for names in ties:
-        found = next((source[clean_name(name)] for name in names if clean_name(name) in source), None)
-        if found is None:
+        values = {name: source[clean_name(name)] for name in names if clean_name(name) in source}
+        if not values:
             continue
+        _check_tie(values)
+        found = next(iter(values.values()))
         if isinstance(targets[names[0]], DTensor):
             target = as_stored(targets[names[0]])
             pairs.append((target, _of_shape(target, found, names[0])))
@@ -140,22 +143,20 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
             same order on any number of devices. Tensors may be stored in a checkpoint folder.
 
     Raises:
-        ValueError: if the numbers of parameters differ, or a state does not fit its parameter.
+        ValueError: if the numbers of parameters differ, or a state does not fit its parameter, or is of another class.
     """
     if not (saved or optimizer.state_dict()):  # where Lightning put no optimizer
         return
     names = _names_in_order(model, optimizer)
-    saved = _by_name(saved, names)
+    _check_class(optimizer, saved["param_groups"])
+    saved = _by_name(saved, names, [len(group["params"]) for group in optimizer.param_groups])
+    _warn_of_others(optimizer, names, [name for group in saved["param_groups"] for name in group["params"]])
     state: dict[int, State] = {}
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        for key, value in saved["state"].get(name, {}).items():
-            if isinstance(value, StoredTensor | Tensor):
-                target = _empty_for(parameter, value)
-                pairs.append((like_parameter(parameter, target), value))
-                value = target
-            state.setdefault(i, {})[key] = value
+        if name in saved["state"]:
+            state[i] = _targets(parameter, saved["state"][name], pairs)
     fetch(pairs)
     groups = _groups_for(optimizer, saved["param_groups"], iter(names))
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -178,6 +179,26 @@ def _ties(targets: Mapping[str, Any]) -> list[list[str]]:
     for name, value in targets.items():
         groups.setdefault(id(value) if isinstance(value, Tensor) else name, []).append(name)
     return list(groups.values())
+
+
+def _check_tie(values: Mapping[str, StoredTensor | Tensor]) -> None:
+    """Check that all names of one parameter hold the same value, which is read only where it is stored twice."""
+    (first, one), *others = values.items()
+    for name, other in others:
+        if other is one or _are_equal(one, other):
+            continue
+        raise ValueError(
+            f"{first} and {name} are one parameter of the model (tied), and the checkpoint holds different values of "
+            "them; untie the model (tie_word_embeddings=False in its config), or delete one of the two from "
+            "checkpoint['state_dict'] in on_load_checkpoint"
+        )
+
+
+def _are_equal(one: StoredTensor | Tensor, other: StoredTensor | Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    whole = [value.load() if isinstance(value, StoredTensor) else value for value in (one, other)]
+    return torch.equal(*(value.full_tensor() if isinstance(value, DTensor) else value for value in whole))
 
 
 def _check_names(source: State, ties: list[list[str]], strict: bool, left_out: Set[str]) -> None:
@@ -216,7 +237,33 @@ def _names_in_order(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[id(p)] for p in parameters]
 
 
-def _by_name(saved: Mapping[str, Any], names: list[str]) -> State:
+def _check_class(optimizer: Optimizer, saved: list[State]) -> None:
+    """Check that the options of the saved groups can be those of ``optimizer``. Other versions of a class have more or
+    fewer, other classes both.
+    """
+    options = set(saved[0]) if saved else set(optimizer.defaults)
+    missing = sorted(set(optimizer.defaults) - options)
+    unknown = sorted(options - set(optimizer.state_dict()["param_groups"][0]) - {"initial_lr", "param_names"})
+    if missing and unknown:
+        raise ValueError(
+            f"the checkpoint holds the state of another optimizer than {type(optimizer).__name__}: with "
+            f"{', '.join(unknown)}, and without {', '.join(missing)}. Return the optimizer of the checkpoint from "
+            "configure_optimizers; or begin with a new one: trainer.validate(module, ckpt_path=...) loads the weights, "
+            "and trainer.fit(module) starts from them"
+        )
+
+
+def _warn_of_others(optimizer: Optimizer, names: list[str], saved: list[str]) -> None:
+    new = sorted(set(names) - set(saved))
+    gone = sorted(set(saved) - set(names))
+    if new or gone:
+        warn_once(
+            f"{type(optimizer).__name__} updates other parameters than that of the checkpoint: "
+            f"{_shorten('without a state, and begin anew', new)}; {_shorten('not updated any more', gone)}"
+        )
+
+
+def _by_name(saved: Mapping[str, Any], names: list[str], sizes: list[int]) -> State:
     """Replace the numbers of parameters in an optimizer's state by their names; the numbers follow the groups."""
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     if not keys or isinstance(keys[0], str):
@@ -227,6 +274,13 @@ def _by_name(saved: Mapping[str, Any], names: list[str]) -> State:
         raise ValueError(
             f"the optimizer in the checkpoint has {len(keys)} parameters and this one has {len(names)}; "
             "configure_optimizers must choose the same parameters in the same order"
+        )
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"the optimizer in the checkpoint has groups of {saved_sizes} parameters and this one of {sizes}; a "
+            "checkpoint in one file numbers them in the order of the groups, so configure_optimizers must make the "
+            "same groups (a folder, of save_distributed_checkpoint=True, has their names, and any groups will do)"
         )
     name_of = dict(zip(keys, names, strict=True))
     groups = [{**g, "params": [name_of[key] for key in g["params"]]} for g in saved["param_groups"]]
@@ -241,6 +295,19 @@ def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[St
         match = next((g for g in saved if own and own[0] in g["params"]), {})
         groups.append({**group, **match, "params": group["params"]})
     return groups
+
+
+def _targets(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:
+    """Allocate the states of one parameter, and note for each tensor what is to be read into it."""
+    if isinstance(saved, StoredTensor | Tensor):
+        target = _empty_for(parameter, saved)
+        pairs.append((like_parameter(parameter, target), saved))
+        return target
+    if type(saved) is dict:
+        return {key: _targets(parameter, value, pairs) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(_targets(parameter, value, pairs) for value in saved)
+    return saved
 
 
 def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:

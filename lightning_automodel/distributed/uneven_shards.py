@@ -1,7 +1,8 @@
 """Tensors of which ranks hold parts that no DTensor placement describes: rows of slices, of uneven counts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,11 +89,19 @@ def stored_state(optimizer: Optimizer) -> dict[str, Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found: dict[int, Mapping[str, Any]] = {}
     for number, values in state["state"].items():
-        found[number] = {
-            key: like_parameter(parameters[number], value) if isinstance(value, Tensor) else value
-            for key, value in values.items()
-        }
+        found[number] = map_tensors(values, partial(like_parameter, parameters[number]))
     return {**state, "state": found}
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Call ``function`` with each tensor of a nest of dicts, lists and tuples, and return the same nest of results."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if type(tree) is dict:  # others, such as a Counter, mean more than their items
+        return {key: map_tensors(value, function) for key, value in tree.items()}
+    if type(tree) is list or type(tree) is tuple:
+        return type(tree)(map_tensors(value, function) for value in tree)
+    return tree
 
 
 def complete_state(optimizer: Optimizer) -> None:

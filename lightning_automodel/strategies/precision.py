@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -22,6 +22,7 @@ from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 
 _STORED = {"bf16-true": torch.bfloat16}
+_OF_LIGHTNING = (MixedPrecision.__qualname__, FSDPPrecision.__qualname__)  # their entries in a checkpoint
 _COMPUTED = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -177,6 +178,19 @@ class FSDP2Precision(Precision):
         """Goes on with the loss scale of a checkpoint."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the loss scale under the name by which Lightning's own strategies find it."""
+        if self.scaler is not None:
+            checkpoint[_OF_LIGHTNING[0]] = self.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on with the loss scale that a strategy of Lightning's own has saved; ours comes after it."""
+        for name in _OF_LIGHTNING:
+            if checkpoint.get(name):
+                self.load_state_dict(checkpoint[name])
 
 
 def choose_precision(name: str, plugin: Precision | None) -> FSDP2Precision:

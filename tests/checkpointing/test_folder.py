@@ -27,7 +27,7 @@ from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.dcp import Held, list_tensors
 from lightning_automodel.checkpointing.folder import contents_of, save_folder
 from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.reading import read_checkpoint, refuse_part
 from lightning_automodel.checkpointing.staging import Staging, remove_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.strategies.checkpoints.hooks import load
@@ -105,6 +105,10 @@ def test_what_is_no_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(save, tmp_path / "x.ckpt", 1.0)
     with pytest.raises(ValueError, match=r"it has no meta\.pt.*; it holds checkpoints, give one of them: x\.ckpt"):
         read_checkpoint(Location.of(tmp_path))
+    refuse_part(Location.of(tmp_path / "x.ckpt"))
+    for name in ("meta.pt", "__0_0.distcp"):
+        with pytest.raises(ValueError, match=rf"{name} is a part of the checkpoint .*x\.ckpt; give the folder"):
+            refuse_part(Location.of(tmp_path / "x.ckpt" / name))
     (tmp_path / "x.ckpt" / "meta.pt").unlink()
     with pytest.raises(ValueError, match=r"it has no meta\.pt"):
         read_checkpoint(Location.of(tmp_path / "x.ckpt"))

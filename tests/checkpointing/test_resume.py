@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel import DDPStrategy as DDPStrategyOfOurs
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -120,3 +121,28 @@ def test_resume_from_lightnings_own_strategies(pool2: Pool, tmp_path: Path, name
     here = pool2.run(resume_here, tmp_path / "there/epoch=0.ckpt", tmp_path / "here", trainer=True)[0]
     assert here["losses"] == pytest.approx(there["losses"][STEPS_PER_EPOCH:], abs=1e-6)
     assert furthest(here["parameters"], there["parameters"]) < 1e-5
+
+
+class Quasi(Recorder):
+    """With states in lists, and of other shapes than the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, history_size=3)
+
+
+def test_states_in_lists_go_to_other_layouts(nursery: Nursery, tmp_path: Path) -> None:
+    one = Pool(nursery, 1)
+    settings: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    for distributed in (True, False):
+        ours, folder = {"save_distributed_checkpoint": distributed}, tmp_path / str(distributed)
+        whole = one.run(train, ours, folder, 2, module=Quasi(), trainer=True, **settings)[0]
+        again = one.run(resume_replicated, folder, settings, trainer=True)[0]
+        assert again["losses"] == pytest.approx(whole["losses"][len(whole["losses"]) // 2 :], abs=1e-5)
+        assert furthest(again["parameters"], whole["parameters"]) < 1e-5
+
+
+def resume_replicated(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    module = Quasi()
+    run = make_trainer(DDPStrategyOfOurs(), max_epochs=2, **settings)
+    run.fit(module, batches(1, shuffle=True), ckpt_path=folder / "epoch=0.ckpt")
+    return {"losses": module.losses, "parameters": whole_parameters(module)}

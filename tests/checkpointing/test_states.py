@@ -70,6 +70,39 @@ def test_optimizers_that_do_not_fit() -> None:
         optimizer_state(model, AdamW([torch.zeros(1, requires_grad=True)]))
 
 
+def test_states_of_other_optimizers_are_refused() -> None:
+    model = build()
+    sgd, adam = SGD(model.parameters(), momentum=0.9), AdamW(model.parameters())
+    step(model, sgd)
+    step(model, adam)
+    for optimizer, other in ((sgd, adam), (adam, sgd)):
+        for saved in (optimizer.state_dict(), optimizer_state(model, optimizer)):
+            with pytest.raises(ValueError, match=f"of another optimizer than {type(other).__name__}: with .*momentum"):
+                restore_optimizer(model, other, saved)
+    grown = SGD(grouped(model), lr=0.1, momentum=0.9)
+    for group in grown.param_groups:
+        group["max_lr"] = 0.2  # as some schedules do
+    restore_optimizer(model, SGD(grouped(model), lr=0.1), grown.state_dict())
+    with pytest.raises(ValueError, match=r"groups of \[2, 2\] parameters and this one of \[4\]"):
+        restore_optimizer(model, sgd, grown.state_dict())
+
+
+def test_parameters_that_only_one_optimizer_has_are_named() -> None:
+    model = build()
+    saved = optimizer_state(model, SGD(model[0].parameters()))
+    with pytest.warns(UserWarning, match=r"begin anew: 1.bias, 1.weight; not updated any more: 0.bias, 0.weight"):
+        restore_optimizer(model, SGD(model[1].parameters()), saved)
+
+
+def test_tied_parameters_have_one_value() -> None:
+    model = build()
+    values = {name: value.clone() for name, value in model_state(model).items()}
+    restore_model(model, values)
+    values["2.weight"] += 1
+    with pytest.raises(ValueError, match=r"0.weight and 2.weight are one parameter .* different values"):
+        restore_model(model, values)
+
+
 def test_names_do_not_tell_of_wrappers() -> None:
     """And one name of a tied parameter is enough."""
     plain, wrapped = build(), build(seed=1)

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
+from lightning_automodel.strategies.precision import FSDP2Precision
 from lightning_automodel.testing.pool import Pool
 from tests.strategies.modules import CONFIG, TinyModule, loader, trainer
 
@@ -233,6 +234,17 @@ def stock_scaler_steps() -> list[float]:
 
 def test_torchs_scaler_lets_ranks_differ(pool2: Pool) -> None:
     assert pool2.run(stock_scaler_steps) == [[0, 0], [1, 1]]
+
+
+def test_the_scale_is_that_of_lightnings_own_checkpoints() -> None:
+    ours = FSDP2Precision("16-mixed")
+    stock = MixedPrecision("16-mixed", "cpu", AgreedGradScaler("cpu", init_scale=8.0))
+    ours.connect(torch.nn.Linear(1, 1), [], [])
+    ours.on_load_checkpoint({"MixedPrecision": stock.state_dict()})
+    saved: dict[str, Any] = {}
+    ours.on_save_checkpoint(saved)
+    assert saved["MixedPrecision"] == ours.state_dict() == stock.state_dict()
+    assert saved["MixedPrecision"]["scale"] == 8.0
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -22,7 +22,7 @@ from lightning_automodel.checkpointing.accumulated_gradients import collect_grad
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.folder import SHARDED, contents_of, on_rank_zero, save_folder
 from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.reading import read_checkpoint, refuse_part
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import (
     clean_name,
@@ -141,6 +141,7 @@ def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer", is_kn
     Raises:
         ValueError: if a file is damaged, or for ``fit`` from a checkpoint that holds weights only.
     """
+    refuse_part(path)
     if path.exists() and not is_known_sound:
         try:
             verify(path)
