@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _move_states_to_device
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 
@@ -162,6 +163,17 @@ def unreduced_parameter(units: Iterable[FSDPModule]) -> tuple[nn.Module, str] | 
             if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
                 return held._module_info.module, held._module_info.param_name
     return None
+
+
+def gathered_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield what the forward pass of ``unit`` computes with: the module that has a parameter, its name, and what FSDP2
+    gathers, of which tp has cut its part.
+    """
+    for group in parameter_groups(unit):
+        for held in group.fsdp_params:
+            whole = held.unsharded_param
+            local = whole._local_tensor if isinstance(whole, DTensor) else whole
+            yield held._module_info.module, held._module_info.param_name, local
 
 
 def has_replicas(group: Any) -> bool:

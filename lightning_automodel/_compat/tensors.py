@@ -1,11 +1,12 @@
 """Private names of torch's tensors, operations and autograd."""
 
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
@@ -110,6 +111,25 @@ def base_of(view: Tensor) -> Tensor | None:
 def version_of(tensor: Tensor) -> int:
     """Counts the writes to the memory of ``tensor``; autograd checks by it what it saved, and only privately."""
     return tensor._version
+
+
+_COUNTS = "_counts_writes_through_data_of_plain"
+
+
+def count_writes_through_plain_data(parameter: Tensor) -> None:
+    """Let :func:`version_of` see what is written into ``parameter.data``, which counts for itself in torch."""
+    _let_writes_through_data_count()
+    setattr(parameter, _COUNTS, True)
+
+
+@functools.cache
+def _let_writes_through_data_count() -> None:
+    data: Any = Tensor.data
+
+    def read(tensor: Any) -> Any:
+        return tensor.detach() if hasattr(tensor, _COUNTS) else data.__get__(tensor)
+
+    nn.Parameter.data = property(read, data.__set__)  # type: ignore[assignment]
 
 
 def holders_of(memory: torch.UntypedStorage) -> int:

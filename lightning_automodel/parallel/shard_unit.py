@@ -14,6 +14,7 @@ from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.transformers import record_as_before
 from lightning_automodel.parallel.dim_to_cut import DimToCut
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
+from lightning_automodel.parallel.written_weights import refuse_written_weights
 
 FullyShard = Callable[..., Any]
 """As FSDP2's ``fully_shard(module, mesh=, mp_policy=, reshard_after_forward=, offload_policy=, ignored_params=)``."""
@@ -55,6 +56,8 @@ def shard_unit(
         type(module).__module__ = origin
         record_as_before(module)
         watch_hidden_outputs(module)
+        if fully_shard_fn is None:
+            refuse_written_weights(module)
         if len(modules) > 1:
             module.register_forward_hook(_gather_for_backward)
     for group, other_policy in others:

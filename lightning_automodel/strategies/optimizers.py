@@ -14,6 +14,7 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -36,6 +37,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None
         ValueError: naming the optimizer, the parameter, and what to use instead; or a layer with sparse gradients.
     """
     _refuse_sparse_gradients(module)
+    _refuse_norms_of_rows(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -63,6 +65,18 @@ def _refuse_sparse_gradients(module: nn.Module) -> None:
                 f"{name} ({type(layer).__name__}) has sparse=True, and its sparse gradients can be neither reduced "
                 "over ranks nor clipped; use sparse=False, and in the place of torch.optim.SparseAdam an optimizer "
                 "such as torch.optim.AdamW (docs/optimizers.md)"
+            )
+
+
+def _refuse_norms_of_rows(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.requires_grad
+        if is_embedding and layer.max_norm is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{name} ({type(layer).__name__}) has max_norm={layer.max_norm}: its forward pass writes shorter rows "
+                "into the weight for the tokens that it sees, so each rank would have other rows, and shards none of "
+                "them; use max_norm=None, and shorten what the layer returns, where it is needed "
+                "(torch.renorm(x, 2, -1, max_norm) of [tokens, features])"
             )
 
 

@@ -416,6 +416,32 @@ class OutsideOfForward(Noted):
         return self.model(inputs_embeds=self.model.get_input_embeddings()(batch[0]), labels=batch[0]).loss
 
 
+class Writing(nn.Module):
+    """Keeps its weights in bounds, in its forward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(6, 8), nn.Linear(8, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.last.weight
+        with torch.no_grad():
+            if self.how == "copy":
+                weight.copy_(functional.normalize(weight, dim=-1))
+            elif self.how == "data":
+                weight.data.clamp_(-0.1, 0.1)
+            else:
+                weight.data = functional.normalize(weight.data, dim=-1)
+        return self.last(self.first(x)).square().mean()
+
+
+class WritesWeights(ReadsWhatIsKept):
+    """Its layer changes its own weight before it uses it."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.layers(batch[0].float())
+
+
 class Flattening(Noted):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         nn.utils.parameters_to_vector([parameter.grad for parameter in self.parameters()])  # type: ignore[misc]
@@ -468,6 +494,7 @@ UNEXPECTED: list[tuple[Any, tuple[Any, ...], str]] = [
     (ReadsWhatIsKept, (Keeping, True), "has a gradient that was not reduced over the data ranks"),
     (ReadsWhatIsKept, (Keeping, False), "has a gradient that was not reduced over the data ranks"),
     (ReadsWhatIsKept, (KeepingMore, False), "return from it all that the loss reads"),
+    *((WritesWeights, (Writing, how), "writes into its parameter last.weight") for how in ("copy", "data", "given")),
     (OutsideOfForward, (), r"embedding\.weight\.full_tensor"),
     (ChosenHeads, (), "rank 0 called heads.0, rank 1 called heads.1"),
     (Flattening, (), r"flatten tensor\.full_tensor"),

@@ -11,6 +11,7 @@ import torchao.optim
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.strategies.optimizers import check_optimizers, updates_each_element_alone
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters, world_size
@@ -135,6 +136,24 @@ def test_sparse_gradients_are_refused() -> None:
     layer = nn.Embedding(4, 2, sparse=True)
     with pytest.raises(ValueError, match=r"0 \(Embedding\) has sparse=True, .* in the place of torch.optim.SparseAdam"):
         check_optimizers([torch.optim.SparseAdam(layer.parameters())], nn.Sequential(layer))
+
+
+class ShortRows(Recorder):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.rows = nn.Embedding(8, 4, max_norm=0.5)
+
+
+def train_short_rows(make_strategy: Any) -> str:
+    with pytest.raises(ValueError, match="max_norm") as caught:
+        make_trainer(make_strategy(), max_epochs=1).fit(ShortRows(), batches(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make_strategy", [FSDP2TPStrategy, DDPStrategy])
+def test_norms_of_rows_are_refused(make_strategy: Any, pool2: Pool) -> None:
+    for message in pool2.run(train_short_rows, make_strategy, trainer=True):
+        assert re.match(r"rows \((FSDP)?Embedding\) has max_norm=0.5: .* use max_norm=None", message)
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:

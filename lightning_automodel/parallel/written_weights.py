@@ -1,0 +1,58 @@
+"""Refuses a forward pass that writes into parameters which FSDP2 has gathered for it: the shards would not have it.
+
+::
+
+    forward pass     w.data = normalize(w), w.clamp_(), max_norm     in the gathered copy, which is freed after it
+    optimizer        reads and writes the shards                     without what was written
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel._compat.fake import key_of
+from lightning_automodel._compat.fsdp2 import gathered_parameters
+from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
+from lightning_automodel.modules.structure import class_names
+
+
+def refuse_written_weights(unit: nn.Module) -> None:
+    """Compare the gathered parameters of an FSDP2 ``unit`` before and behind its forward pass, from now on.
+
+    The hooks raise a ``ValueError`` that names the parameter and the ways out.
+    """
+    watch = _Watch()
+    unit.register_forward_pre_hook(watch.before)
+    unit.register_forward_hook(watch.behind, prepend=True)
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._seen: dict[tuple[nn.Module, str], tuple[int, int]] = {}
+
+    def before(self, unit: nn.Module, args: tuple) -> None:
+        self._seen = dict(_states(unit))
+
+    def behind(self, unit: nn.Module, args: tuple, output: Any) -> None:
+        seen, self._seen = self._seen, {}
+        for (owner, parameter), state in _states(unit):
+            if seen.get((owner, parameter), state) != state:
+                name = next((name for name, part in unit.named_modules() if part is owner), "")
+                raise ValueError(_message(unit, f"{name}.{parameter}".removeprefix(".")))
+
+
+def _states(unit: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], tuple[int, int]]]:
+    for owner, name, local in gathered_parameters(unit):
+        count_writes_through_plain_data(local)
+        yield (owner, name), (version_of(local), key_of(local.untyped_storage()))
+
+
+def _message(unit: nn.Module, name: str) -> str:
+    return (
+        f"the forward pass of {class_names(unit)[0]} writes into its parameter {name}, which FSDP2 has gathered for "
+        "that pass: the shards, which the optimizer and checkpoints have, would keep what was there before. Compute "
+        "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
+        "between two steps, in on_train_batch_start, where it is sharded and elements are changed one by one; or use "
+        "DDPStrategy, if what is written does not depend on the samples"
+    )
