@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
+from lightning_automodel.plans.own_linears import problem_of_own_linear
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import EMBEDDINGS, Enter, Leave, Style
 
@@ -27,6 +29,10 @@ def check_styles(modules: Modules, module_styles: Styles, parameter_styles: Styl
         problem = _problem(modules[name], style) or _fused(name, modules, module_styles)
         if problem:
             raise ValueError(_message(name, modules[name], style, problem))
+    alike = {(wildcard(name), type(modules[name])): name for name in reversed(list(module_styles))}
+    for name in alike.values():  # one of each kind: it is tried with a weight of its size
+        if problem := problem_of_own_linear(modules[name], module_styles[name]):
+            raise ValueError(_message(name, modules[name], module_styles[name], problem))
     for name, style in parameter_styles.items():
         owner = name.rpartition(".")[0]
         if owner not in module_styles and _splits(style) and isinstance(modules[owner], nn.Linear | nn.Embedding):
@@ -134,6 +140,11 @@ def _problem(module: nn.Module, style: Style) -> str:
         return ""
     if isinstance(module, nn.Embedding):
         return f"an embedding looks rows up; use one of {named}, or leave it whole: replicate"
+    if is_parametrized(module):
+        return (
+            "its weight is computed from other parameters (torch.nn.utils.parametrize), of which it is not known how "
+            "they are split; remove_parametrizations makes a plain weight of it before training, or use tp=1"
+        )
     if next(module.parameters(recurse=False), None) is None:
         children = ", ".join(name for name, _ in module.named_children())
         return f"it holds no parameter of its own to split; name the modules that do (it holds {children})"

@@ -1,0 +1,82 @@
+"""Layers that a user derived from torch.nn.Linear, in a model whose own plan splits them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from transformers import LlamaForCausalLM
+
+from lightning_automodel.plans.derivation import derive_layout
+from lightning_automodel.plans.selection import select_plan
+from tests.support.training import tiny_llama
+
+
+class MeanOfWeight(nn.Linear):
+    """As of one bit: a sign and one scale for all of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.sign() * self.weight.abs().mean(), self.bias)
+
+
+class LargestOfInput(nn.Linear):
+    """Rounds what enters by the largest of all features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 7
+        return functional.linear((x / scale).round() * scale, self.weight, self.bias)
+
+
+class Factors(nn.Linear):
+    """Adds a product to its weight."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.a, self.b = nn.Parameter(torch.zeros(2, self.in_features)), nn.Parameter(torch.zeros(self.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight + self.b @ self.a, self.bias)
+
+
+class Scaled(nn.Linear):
+    """Is right on parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * functional.linear(x, self.weight.tanh(), self.bias)
+
+
+def model_with(kind: Any, projection: str) -> LlamaForCausalLM:
+    model = tiny_llama()
+    mlp = model.model.layers[1].mlp
+    plain = getattr(mlp, projection)
+    layer = plain if kind is None else kind(plain.in_features, plain.out_features)
+    setattr(mlp, projection, parametrizations.weight_norm(layer) if kind is None else layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "projection", "message"),
+    [
+        (MeanOfWeight, "up_proj", "gives other numbers with a part of the weight"),
+        (MeanOfWeight, "down_proj", "gives other numbers with a part of the weight"),
+        (LargestOfInput, "down_proj", "gives other numbers with a part of the weight"),
+        (Factors, "up_proj", r"parameters beside weight and bias \(a, b\)"),
+        (None, "up_proj", "remove_parametrizations"),
+    ],
+)
+def test_what_needs_the_whole_weight_is_refused(kind: Any, projection: str, message: str) -> None:
+    model = model_with(kind, projection)
+    with pytest.raises(ValueError, match=rf"layers\.\*\.mlp\.{projection}.*{message}"):
+        derive_layout(model, select_plan(model), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "projection"), [(Scaled, "up_proj"), (Scaled, "down_proj"), (LargestOfInput, "up_proj")]
+)
+def test_what_is_right_on_parts_is_split(kind: Any, projection: str) -> None:
+    model = model_with(kind, projection)
+    before = torch.get_rng_state()
+    derive_layout(model, select_plan(model), 2)
+    assert torch.equal(before, torch.get_rng_state())
