@@ -1,5 +1,6 @@
 """A run that goes on within an epoch sees what is left of it, in the order of the run that was not stopped."""
 
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ def data_of(kind: str, size: int) -> Any:
         case "growing":
             rows = loader(24).dataset
             return DataLoader(rows, batch_sampler=Growing(SequentialSampler(rows), size, True))
+        case "order of batches":
+            rows = loader(24).dataset
+            return DataLoader(rows, sampler=BatchSampler(SequentialSampler(rows), size, False), batch_size=None)
         case "stream":
             return DataLoader(Stream(24), batch_size=size)
         case "sized stream":
@@ -181,3 +185,21 @@ def test_an_epoch_that_has_ended_is_not_begun_in_its_middle(
     assert [step[0] for step in again] == [1] * 12
     assert [seen for *_, seen in again] == [seen for *_, seen in whole[12:]]
     assert [batch for _, batch, *_ in again] == list(range(12))
+
+
+def go_on_with_batches(path: Path) -> tuple[bool, list[list[int]], list[str]]:
+    """In batches of the same size, and of another one."""
+    expected, steps, *_ = both(path, "order of batches", 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other = record("order of batches", path, 6, None, path / "order of batches.ckpt", max_epochs=1)
+    said = [str(warning.message) for warning in caught if "training data of the checkpoint" in str(warning.message)]
+    return steps == expected, [seen for *_, seen in other.steps], said
+
+
+def test_an_order_that_a_sampler_gives_in_batches(nursery: Nursery, tmp_path: Path) -> None:
+    [(is_same, seen, said)] = Pool(nursery, 1).run(go_on_with_batches, tmp_path, trainer=True)
+    assert is_same
+    assert seen[0] == list(range(6, 12))  # about there: 8 were seen
+    assert "read as batches of 2 on 1 data ranks" in said[0]
+    assert "now as batches of 6" in said[0]

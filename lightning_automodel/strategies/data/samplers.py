@@ -110,14 +110,14 @@ class SharedOrder(DistributedSamplerWrapper):
     def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(sampler, *args, **kwargs)
         generator = getattr(sampler, "generator", None)
-        self._sampler = sampler
+        self.of_user = sampler
         self._generator = generator if isinstance(generator, torch.Generator) else None
         self._states = {} if self._generator is None else {0: self._generator.get_state()}  # by epochs that are through
 
     @override
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        if callable(of_user := getattr(self._sampler, "set_epoch", None)):
+        if callable(of_user := getattr(self.of_user, "set_epoch", None)):
             of_user(epoch)
 
     @override
@@ -138,7 +138,7 @@ class SharedOrder(DistributedSamplerWrapper):
         known = max(epoch for epoch in self._states if epoch <= self.epoch)
         generator.set_state(self._states[known])
         for _ in range(known, self.epoch):
-            deque(self._sampler, maxlen=0)
+            deque(self.of_user, maxlen=0)
 
 
 class LengthlessLoader:

@@ -69,6 +69,8 @@ class Batches:
         size: int | None = loader.batch_size or 1
         if loader.batch_sampler is not None:
             size = loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
+        elif (batches := _order_of_batches(loader)) is not None:
+            size = batches.batch_size
         return cls(size, data_ranks, loader.num_workers, sized_len(loader), is_cycled)
 
     def samples(self, through: int) -> int | None:
@@ -251,10 +253,19 @@ def _find_rest(
     return _behind_batches(loader, _batches_behind(old, new, through, seen)), seen
 
 
-def _share(loader: DataLoader, replicas: int) -> DistributedSampler | None:
-    """Returns the sampler of ``loader`` if it is the trainer's."""
+def _order_of_batches(loader: DataLoader) -> BatchSampler | None:
+    """Return what the user has put in the place of a sampler, if it gives indices by the batch (``batch_size=None``):
+    what is divided over the ranks are batches then.
+    """
     sampler = loader.sampler
-    if type(sampler) not in (DistributedSampler, SharedOrder):
+    order = sampler.of_user if isinstance(sampler, SharedOrder) else sampler
+    return order if isinstance(order, BatchSampler) else None
+
+
+def _share(loader: DataLoader, replicas: int) -> DistributedSampler | None:
+    """Returns the sampler of ``loader`` if it is the trainer's, and divides samples."""
+    sampler = loader.sampler
+    if type(sampler) not in (DistributedSampler, SharedOrder) or _order_of_batches(loader) is not None:
         return None
     assert isinstance(sampler, DistributedSampler)
     return sampler if sampler.drop_last and sampler.num_replicas == replicas else None
