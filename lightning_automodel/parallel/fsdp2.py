@@ -128,8 +128,9 @@ def apply_fsdp2(
 
     Raises:
         ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without
-            blocks.
+            blocks; for a parameter without dimensions.
     """
+    _refuse_scalars(model)
     mesh, towers, experts = axes.data, find_towers(model), find_expert_units(model)
     blocks = blocks_of_their_own(model, towers, config)
     replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
@@ -164,6 +165,14 @@ def apply_fsdp2(
         forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
         nested = {next(iter(unit.values())): list(experts_inside(unit, experts).values()) for unit in units}
         set_prefetch(forward, backward, *depths, inside=nested)
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    if scalar := next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None):
+        raise ValueError(
+            f"{scalar} of {class_names(model)[0]} has no dimensions, and FSDP2 shards rows; give it the shape [1], as "
+            "in nn.Parameter(torch.ones(1)), or use DDPStrategy, or tp on one data rank, which shards nothing"
+        )
 
 
 def _reduce_what_a_batch_may_lack(model: nn.Module, towers: dict[str, nn.Module]) -> None:
