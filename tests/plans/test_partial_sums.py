@@ -153,6 +153,26 @@ class Dropped(FeedForward):
         return self.inner(x).new_ones(()) * x
 
 
+class Soft(FeedForward):
+    """Its features compete, of which a rank has a part."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down((2 * self.up(x)).softmax(-1))
+
+
+class Normed(FeedForward):
+    def inner(self, x: Tensor) -> Tensor:
+        h = functional.gelu(self.up(x))
+        return self.down(h / h.norm(dim=-1, keepdim=True))
+
+
+class OverTokens(FeedForward):
+    """The same over the tokens, of which every rank has all."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(1))
+
+
 class Block(nn.Module):
     def __init__(self, kind: type[FeedForward]) -> None:
         super().__init__()
@@ -196,7 +216,7 @@ def build(kind: type[FeedForward]) -> nn.Module:
     return model
 
 
-SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled, Between)} | {
+SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled, Between, OverTokens)} | {
     Composed: {**PLAN, "blocks.*.ffn.delta": "colwise"},
     Bare: BARE,
 }
@@ -211,6 +231,9 @@ NO_SUMS = {
     Dropped: "what it returns is not made of it",
     Chained: "down gives is a rank's term of that sum, but",
 }
+
+
+ACROSS = {Soft: "softmax", Normed: "norm"}
 
 
 def errors() -> dict[str, tuple[float, str]]:
@@ -237,7 +260,7 @@ def test_sums_are_exact_and_so_is_what_takes_its_collectives_one_by_one(pool2: P
 def messages() -> dict[str, str]:
     """Runs on each rank: what the first forward pass says, in training and in evaluation, and the passes after it."""
     mesh, found = build_mesh(resolve_sizes(2, tp=2), "cpu"), {}
-    plans = dict.fromkeys(NO_SUMS, PLAN) | {UncalledOwnInput: PLAN, BareOwnInput: BARE}
+    plans = dict.fromkeys([*NO_SUMS, *ACROSS], PLAN) | {UncalledOwnInput: PLAN, BareOwnInput: BARE}
     for i, (kind, plan) in enumerate(plans.items()):
         compiled = {"enable_compile": True, "compile_backend": "eager"} if i % 3 == 0 else {}
         model = parallelize(build(kind), mesh, FSDP2Config(tp_plan=plan, **compiled)).train(i % 2 == 0)
@@ -257,6 +280,12 @@ def test_what_is_no_sum_is_refused(pool2: Pool) -> None:
             assert f"blocks.0.ffn ({kind.__name__}) is summed over the tp ranks" in found[kind.__name__], kind
             assert problem in found[kind.__name__], kind
             assert "'blocks.*.ffn': 'separate'" in found[kind.__name__], kind
+
+        for kind, operation in ACROSS.items():
+            problem = (
+                f"blocks.0.ffn ({kind.__name__}) is split over the tp ranks, and {operation} computes across features"
+            )
+            assert problem in found[kind.__name__], kind
 
 
 def test_what_moves_elements_or_multiplies_by_a_whole_matrix_keeps_a_term() -> None:

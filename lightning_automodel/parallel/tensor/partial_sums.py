@@ -19,12 +19,14 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.tensors import base_of
 from lightning_automodel.modules.forward import wrap_forward
+from lightning_automodel.parallel.tensor.cut_features import CutFeatures
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.linearity import Kind, NotASumError, NotLinearError, kind, kind_of_result, mark, tensors
 from lightning_automodel.plans.selection import wildcard
@@ -86,6 +88,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.name, self.module = boundary, model.get_submodule(boundary)
         self.terms = {name: (model.get_submodule(name), term) for name, term in layout.terms[boundary].items()}
+        self._cut_features = CutFeatures(boundary, self.module, list(_column_wise(model, boundary, layout)))
         self._all_outputs = boundary in layout.modules and layout.modules[boundary].leave is Leave.REDUCE_ALL
         self.proved = False
         self._term, self._active, self._inside = "", False, 0
@@ -95,6 +98,7 @@ class _Watch(TorchFunctionMode):
 
     def install(self) -> Iterator[RemovableHandle]:
         """Installs the first hook of the child's output, which sees it before it is summed over the ranks."""
+        yield from self._cut_features.install()
         yield self.module.register_forward_pre_hook(self._enter_child)
         yield self.module.register_forward_hook(self._leave_child, prepend=True, always_call=True)
         for name, (member, term) in self.terms.items():
@@ -174,6 +178,13 @@ class _Watch(TorchFunctionMode):
             f"outside of the module, where the sum is complete, or add the rule {wildcard(self.name)!r}: 'separate' to "
             "the tensor-parallel plan: each of its members then sums what it gives"
         )
+
+
+def _column_wise(model: nn.Module, boundary: str, layout: Layout) -> Iterator[nn.Module]:
+    for name, module in model.get_submodule(boundary).named_modules(prefix=boundary):
+        placed = layout.parameters.get(f"{name}.weight")
+        if isinstance(module, nn.Linear) and placed is not None and placed.placement == Shard(0):
+            yield module
 
 
 def _mark_parameters(member: nn.Module, term: Term) -> None:
