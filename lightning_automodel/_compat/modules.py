@@ -33,6 +33,13 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
+def load_hooks_of_users(module: nn.Module) -> list[str]:
+    """List hooks that change a state dict before ``module`` loads it, but for torch's own; nothing public tells."""
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    kinds = (getattr(hook, "func", hook) for hook in hooks)
+    return [kind.__qualname__ for kind in kinds if not getattr(kind, "__module__", "torch").startswith("torch.")]
+
+
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
     """Makes what ``load_state_dict`` returns."""
     return _IncompatibleKeys(missing, unexpected)

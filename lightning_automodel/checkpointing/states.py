@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_automodel._compat.dtensor import dtensor_from
+from lightning_automodel._compat.modules import load_hooks_of_users
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import gather_on_rank_zero
@@ -128,6 +129,8 @@ def restore_model(
             pairs.append((target, _of_shape(target, found, names[0])))
         else:
             others[names[0]] = found.load() if isinstance(found, StoredTensor) else found
+    if pairs:
+        _warn_of_load_hooks(model)
     fetch(pairs)
     if others:
         nn.Module.load_state_dict(model, others, strict=False)  # a method of the model's own has seen all of ``source``
@@ -179,6 +182,15 @@ def _ties(targets: Mapping[str, Any]) -> list[list[str]]:
     for name, value in targets.items():
         groups.setdefault(id(value) if isinstance(value, Tensor) else name, []).append(name)
     return list(groups.values())
+
+
+def _warn_of_load_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for hook in load_hooks_of_users(module):
+            warn_once(
+                f"{name or type(model).__name__} has a hook before load_state_dict ({hook}), which is not called for "
+                "sharded parameters: each rank reads its part of them. Change what is loaded in on_load_checkpoint"
+            )
 
 
 def _check_tie(values: Mapping[str, StoredTensor | Tensor]) -> None:

@@ -1,5 +1,6 @@
 """What may be loaded, how much of it, and what the user is told when it may not."""
 
+import warnings
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,31 @@ def test_what_is_loaded_does_not_go_into_a_copy(pool2: Pool, tmp_path: Path) -> 
         assert difference == 0
         assert "state_dict of Renaming shows my.model.model.embed_tokens.weight" in refused
         assert "on_load_checkpoint" in refused
+
+
+class Hooked(Recorder):
+    """Would halve a weight before it is loaded."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.register_load_state_dict_pre_hook(halve)
+
+
+def halve(module: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state[f"{prefix}model.norm.weight"] /= 2
+
+
+def load_with_hook(directory: Path) -> list[str]:
+    fit({"tp": 2}, directory, epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for module in (Recorder(), Hooked()):
+            run = make_trainer({"tp": 2})
+            run.validate(module, batches(1), ckpt_path=directory / "epoch=0.ckpt", verbose=False)
+    return [str(warning.message) for warning in caught if "load_state_dict" in str(warning.message)]
+
+
+def test_a_hook_that_is_not_called_is_named(pool2: Pool, tmp_path: Path) -> None:
+    (said,) = pool2.run(load_with_hook, tmp_path, trainer=True)[0]
+    assert said.startswith("model has a hook before load_state_dict (halve)")
+    assert "on_load_checkpoint" in said

@@ -66,6 +66,7 @@ ATTRIBUTES = {
         "_forward_hooks",
         "_backward_pre_hooks",
         "_forward_pre_hooks",
+        "_load_state_dict_pre_hooks",
         "_modules",
         "_non_persistent_buffers_set",
         "_parameters",
