@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
@@ -116,10 +116,10 @@ def version_of(tensor: Tensor) -> int:
 _COUNTS = "_counts_writes_through_data_of_plain"
 
 
-def count_writes_through_plain_data(parameter: Tensor) -> None:
-    """Let :func:`version_of` see what is written into ``parameter.data``, which counts for itself in torch."""
+def count_writes_through_plain_data(tensor: Tensor) -> None:
+    """Let :func:`version_of` see what is written into ``tensor.data``, which counts for itself in torch."""
     _let_writes_through_data_count()
-    setattr(parameter, _COUNTS, True)
+    setattr(tensor, _COUNTS, True)
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def _let_writes_through_data_count() -> None:
     def read(tensor: Any) -> Any:
         return tensor.detach() if hasattr(tensor, _COUNTS) else data.__get__(tensor)
 
-    nn.Parameter.data = property(read, data.__set__)  # type: ignore[assignment]
+    Tensor.data = property(read, data.__set__)  # type: ignore[assignment]
 
 
 def holders_of(memory: torch.UntypedStorage) -> int:

@@ -5,26 +5,32 @@
     pre-hook   p._parameters["weight"] = compute(weight)      a slice, a narrow copy
                the module's own forward sees compute(weight); names and stored parameters stay
     hook       p._parameters["weight"] = weight               also if the forward pass raised
+               weight has what was written into compute(weight), or that is refused
 
 The tables of parameters are looked up once, not in every pass: this runs in every block.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
 from lightning_automodel.modules.forward import Context, keep_for_recomputation
+from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 
 Compute = Callable[[Any], Tensor]
 """A stored parameter to the tensor that the forward pass sees, with autograd."""
 
 _Table = dict[str, Any]
-_Swapped = list[tuple[_Table, str, Tensor]]
+_State = tuple[int, int]  # version and memory of a tensor
+_Swapped = list[tuple[_Table, str, Tensor, _State]]
 
 
 class ParameterSwap:
@@ -41,6 +47,7 @@ class ParameterSwap:
         self._stored = stored
         self._entries: list[tuple[_Table, str, Compute]] = []
         self._owners: set[nn.Module] = set()
+        self._adapted: list[tuple[_Table, str]] = []  # put into themselves by what adapts them, in every pass
         self._running: list[_Swapped] = []
 
     def add(self, owner: nn.Module, name: str, compute: Compute) -> None:
@@ -55,6 +62,7 @@ class ParameterSwap:
         keep_for_recomputation(module, self._again)
         for wrapper, layer, name in find_adapted_parameters(module):
             if layer in self._owners:
+                self._adapted.append((own_parameters(layer), name))
                 put_back = partial(_put_back, own_parameters(layer), own_buffers(layer), name)
                 wrapper.register_forward_hook(put_back, always_call=True)
 
@@ -63,7 +71,11 @@ class ParameterSwap:
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._running:  # nothing, if a hook before raised
-            _swap_out(self._running.pop())
+            swapped = self._running.pop()
+            lost = None if output is None else next(self._lost_writes(swapped), None)
+            _swap_out(swapped)
+            if lost is not None:
+                raise ValueError(_message(module, *lost))
 
     def _again(self, module: nn.Module) -> Context:
         return self._swapped
@@ -85,14 +97,46 @@ class ParameterSwap:
                 continue
             if parameter not in computed:
                 computed[parameter] = compute(parameter)
+                count_writes_through_plain_data(computed[parameter])
             table[name] = computed[parameter]
-            swapped.append((table, name, parameter))
+            swapped.append((table, name, parameter, _state_of(computed[parameter])))
         return swapped
+
+    def _lost_writes(self, swapped: _Swapped) -> Iterator[tuple[_Table, str]]:
+        """Yield what was written in a forward pass and is not stored as one process would store it."""
+        for table, name, parameter, before in swapped:
+            after = _state_of(table[name])
+            if after == before or (after[1] == before[1] and _is_stored_whole(parameter, table[name])):
+                continue
+            if not any(table is other and name == adapted for other, adapted in self._adapted):
+                yield table, name
 
 
 def _swap_out(swapped: _Swapped) -> None:
-    for table, name, parameter in swapped:
+    for table, name, parameter, _ in swapped:
         table[name] = parameter
+
+
+def _state_of(tensor: Tensor) -> _State:
+    return version_of(tensor), key_of(tensor.untyped_storage())
+
+
+def _is_stored_whole(parameter: Tensor, seen: Tensor) -> bool:
+    """Tell whether the tensor that modules see is all of the stored one, in the same memory."""
+    stored = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return seen.shape == parameter.shape and seen.data_ptr() == stored.data_ptr()
+
+
+def _message(module: nn.Module, table: _Table, name: str) -> str:
+    owner = next((path for path, part in module.named_modules() if own_parameters(part) is table), "")
+    path = f"{owner}.{name}".removeprefix(".")
+    return (
+        f"the forward pass of {class_names(module)[0]} writes into its parameter {path}, in the place of which it sees "
+        "another tensor (a slice of tensor parallelism, a copy in a narrower dtype): the parameter, which the "
+        "optimizer and checkpoints have, would keep what was there before, or get what a slice alone gives. Compute "
+        "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
+        "between two steps, in on_train_batch_start"
+    )
 
 
 def _put_back(parameters: _Table, buffers: _Table, name: str, *_: Any) -> None:

@@ -15,6 +15,7 @@ from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.fsdp2 import gathered_parameters
 from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import find_adapted_parameters
 
 
 def refuse_written_weights(unit: nn.Module) -> None:
@@ -22,13 +23,14 @@ def refuse_written_weights(unit: nn.Module) -> None:
 
     The hooks raise a ``ValueError`` that names the parameter and the ways out.
     """
-    watch = _Watch()
+    watch = _Watch(frozenset((layer, name) for _, layer, name in find_adapted_parameters(unit)))
     unit.register_forward_pre_hook(watch.before)
     unit.register_forward_hook(watch.behind, prepend=True)
 
 
 class _Watch:
-    def __init__(self) -> None:
+    def __init__(self, adapted: frozenset[tuple[nn.Module, str]]) -> None:
+        self._adapted = adapted  # put into themselves by what adapts them, in every pass
         self._seen: dict[tuple[nn.Module, str], tuple[int, int]] = {}
 
     def before(self, unit: nn.Module, args: tuple) -> None:
@@ -37,7 +39,7 @@ class _Watch:
     def behind(self, unit: nn.Module, args: tuple, output: Any) -> None:
         seen, self._seen = self._seen, {}
         for (owner, parameter), state in _states(unit):
-            if seen.get((owner, parameter), state) != state:
+            if seen.get((owner, parameter), state) != state and (owner, parameter) not in self._adapted:
                 name = next((name for name, part in unit.named_modules() if part is owner), "")
                 raise ValueError(_message(unit, f"{name}.{parameter}".removeprefix(".")))
 

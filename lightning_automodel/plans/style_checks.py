@@ -147,7 +147,11 @@ def _problem(module: nn.Module, style: Style) -> str:
         )
     if next(module.parameters(recurse=False), None) is None:
         children = ", ".join(name for name, _ in module.named_children())
-        return f"it holds no parameter of its own to split; name the modules that do (it holds {children})"
+        return (
+            "it holds no parameter of its own to split; give each module that does a rule of its own (it holds "
+            f"{children}). If it adapts a layer: peft's adapters (get_peft_model) are split along with their layer, "
+            "without a rule"
+        )
     if isinstance(module, Conv1D):
         return "its matrix is stored as [in, out], which no style splits; replace it by a torch.nn.Linear, or use tp=1"
     return ""

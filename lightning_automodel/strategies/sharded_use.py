@@ -7,7 +7,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.fsdp2 import unreduced_parameter
 
+_WRITTEN = (
+    "a forward pass writes into a parameter, in the place of which it sees a slice of tensor parallelism. Compute "
+    "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
+    "between two steps, in on_train_batch_start"
+)
 _INSTEAD = {
+    "Output 0 of _ToTorchTensor is a view and its base or another view of its base has been modified": _WRITTEN,
+    "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": (
         "a part of a sharded model, or one of its parameters, meets plain tensors outside of the model's own forward "
         "pass, which alone gathers them. Call the model itself, or put what uses the part into an nn.Module whose "

@@ -523,3 +523,58 @@ def meet_shards() -> None:
 
 def test_what_meets_shards_is_told_what_to_do(pool2: Pool) -> None:
     pool2.run(meet_shards, trainer=True)
+
+
+class WritesPlanned(Noted):
+    """Its feed-forward bounds a weight that tensor parallelism cuts, its head one that is whole."""
+
+    def __init__(self, how: str, *, planned: bool) -> None:
+        super().__init__()
+        self.head, self.how, self.planned = Writing(how), how, planned
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        if not self.planned:
+            return self.head(self.model(batch[0]).logits[..., :6])
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.planned:
+            layer = self.model.model.layers[0].mlp
+            layer.register_forward_pre_hook(lambda mlp, args: write(mlp.up_proj.weight, self.how))
+
+
+def write(weight: Any, how: str) -> None:
+    with torch.no_grad():
+        if how == "copy":
+            weight.copy_(functional.normalize(weight, dim=-1))
+        elif how == "data":
+            weight.data.div_(weight.data.norm(dim=-1, keepdim=True))
+        else:
+            weight.data = functional.normalize(weight.data, dim=-1)
+
+
+def meet_slices() -> None:
+    for how in ("copy", "data", "given"):
+        with pytest.raises((ValueError, RuntimeError), match=r"writes into (its|a) parameter"):
+            make_trainer({"tp": 2}, max_epochs=1).fit(WritesPlanned(how, planned=True), batches(2))
+    with pytest.raises(ValueError, match=r"of Writing writes into its parameter last\.weight, in the place of which"):
+        make_trainer({"tp": 2}, max_epochs=1).fit(WritesPlanned("given", planned=False), batches(2))
+
+
+def test_writes_into_slices_are_refused(pool2: Pool) -> None:
+    pool2.run(meet_slices, trainer=True)
+
+
+def write_whole(layout: Any, how: str) -> dict[str, Tensor]:
+    module = WritesPlanned(how, planned=False)
+    make_trainer(layout, max_epochs=1).fit(module, batches(2))
+    return whole_parameters(module)
+
+
+def test_writes_into_whole_parameters_arrive(nursery: Nursery, pool2: Pool) -> None:
+    alone = Pool(nursery, 1)
+    for how in ("copy", "data"):
+        (expected,) = alone.run(write_whole, "auto", how, trainer=True)
+        for found in pool2.run(write_whole, {"tp": 2}, how, trainer=True):
+            torch.testing.assert_close(found, expected)

@@ -136,12 +136,13 @@ class _OwnGradient(torch.autograd.Function):
     """Makes an arriving gradient fit to become ``parameter.grad``, which is added to and scaled in place.
 
     For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one), or that lies
-    differently in memory. Of a DTensor it sees the wrapper only, which is always new.
+    differently in memory. Of a DTensor it sees the wrapper only, which is always new. Its own
+    output is no view: code of users writes into whole parameters under ``no_grad``, which autograd forbids for views.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
