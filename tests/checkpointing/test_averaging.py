@@ -5,26 +5,44 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor
 
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
+from tests.support.layouts import LAYOUTS
+from tests.support.subjects import gather_part
+from tests.support.training import Recorder, batches, make_trainer, world_size
 
-LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"save_distributed_checkpoint": False}]
+SIZES: list[dict[str, Any]] = [{"tp": 2}, {"save_distributed_checkpoint": False}]
+ARGUMENTS: dict[type, dict[str, Any]] = {
+    EMAWeightAveraging: {"decay": 0.7},
+    StochasticWeightAveraging: {"swa_lrs": 1e-2, "swa_epoch_start": 1, "annealing_epochs": 1},
+}
 
 
 def run(strategy: Any, kind: type, directory: Path, epochs: int, resume: Path | None = None) -> dict[str, Any]:
     """What is trained on, the averages that it ends with, and the last validation loss, of the averages."""
     module = Recorder()
-    average = kind(**({"decay": 0.7} if kind is EMAWeightAveraging else {}))
+    average = kind(**ARGUMENTS.get(kind, {}))
     saver = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
     size = 1 if strategy == "auto" else world_size() // strategy.get("tp", 1)
+    if "layout" in strategy:
+        size, strategy = LAYOUTS[strategy["layout"]].data_size, LAYOUTS[strategy["layout"]].make()
     trainer = make_trainer(strategy, max_epochs=epochs, enable_checkpointing=True, callbacks=[average, saver])
     trainer.fit(module, batches(size), batches(size), ckpt_path=resume)
     assert type(average) is kind
     loss = float(trainer.callback_metrics["val_loss"])
-    return {"losses": module.losses, "average": whole_parameters(module), "val_loss": loss}
+    return {"losses": module.losses, "average": average_of(module), "val_loss": loss}
+
+
+def average_of(module: Recorder) -> dict[str, Any]:
+    """What training ends with, on rank 0."""
+    return {name: gather_part(parameter) for name, parameter in module.named_parameters()}
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -35,7 +53,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     ("kind", "layouts"),
     [
         (EMAWeightAveraging, [{"tp": 2, "save_distributed_checkpoint": False}]),
-        *(pytest.param(kind, LAYOUTS, marks=pytest.mark.long) for kind in (WeightAveraging, EMAWeightAveraging)),
+        *(pytest.param(kind, SIZES, marks=pytest.mark.long) for kind in (WeightAveraging, EMAWeightAveraging)),
     ],
 )
 def test_averages_are_those_of_one_device(
@@ -54,3 +72,26 @@ def test_averages_are_those_of_one_device(
     stored = torch.load(path / "epoch=1.ckpt")
     assert difference({n: stored["state_dict"][n] for n in two["average"]}, two["average"]) == 0
     assert difference({n: stored["current_model_state"][n] for n in two["average"]}, two["average"]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        (EMAWeightAveraging, "megatron3-dp2"),
+        pytest.param(EMAWeightAveraging, "megatron3-tp2", marks=pytest.mark.long),
+        pytest.param(StochasticWeightAveraging, "megatron3-dp2", marks=pytest.mark.long),
+        pytest.param(StochasticWeightAveraging, "megatron3-tp2", marks=pytest.mark.long),
+    ],
+)
+def test_averages_go_to_megatron_fsdp_and_back(
+    nursery: Nursery, pool2: Pool, tmp_path: Path, kind: type, first: str
+) -> None:
+    """Its ranks hold rows of slices, in numbers that no placement tells."""
+    one = Pool(nursery, 1).run(run, {"layout": "ddp-1"}, kind, tmp_path / "one", 3, trainer=True)[0]
+    resume = None
+    for epoch, layout in enumerate([first, "fsdp2-dp2", first]):
+        found = pool2.run(run, {"layout": layout}, kind, tmp_path / str(epoch), 3, resume, trainer=True)[0]
+        assert found["losses"] == pytest.approx(one["losses"][epoch * len(one["losses"]) // 3 :], abs=1e-5)
+        assert found["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
+        assert difference(one["average"], found["average"]) < 1e-5
+        resume = tmp_path / f"{epoch}/epoch={epoch}.ckpt"

@@ -21,6 +21,7 @@ from lightning_automodel.checkpointing.dcp import fetch
 from lightning_automodel.checkpointing.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
+from lightning_automodel.distributed.uneven_shards import like_parameter
 from lightning_automodel.parallel.fsdp2 import reshard
 
 _COUNTS = "averaging_state"
@@ -221,4 +222,4 @@ def _as(original: Tensor, local: Tensor) -> Tensor:
     local = local.detach()
     if not isinstance(original, DTensor):
         return local
-    return dtensor_like(local.to(original.device), original)
+    return like_parameter(original, dtensor_like(local.to(original.device), original))
