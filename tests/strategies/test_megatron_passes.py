@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Pool
+from tests.support.adapted import with_adapter
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
@@ -203,7 +204,16 @@ class Measured(Descending):
             group["lr"] = 0.1 * largest / float(total)
 
 
+class AdaptedEnds(TwicePerGraph):
+    """Reads parameters of a module that is never called: adapters of embeddings lie in a ParameterDict."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = with_adapter(tiny_llama(tied=False), "ends")
+
+
 CASES: list[type[Recorder]] = [
+    AdaptedEnds,
     ChangesGradients,
     PlainBackward,
     TwicePerGraph,

@@ -9,7 +9,7 @@ The library's wrapper is not in the module tree, so names stay; it is told by ho
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -114,6 +114,9 @@ class ShardedModules:
                 self.wrapper.synchronize_param_gather()
                 self._is_outdated = False
             use_raw_parameters(self.wrapper)
+            # The library gathers what belongs to a module when that is called. Whoever reads parameters of one that is
+            # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory.
+            self.wrapper.all_gather_and_wait_parameters_ready(self._outside, prefetch=False)
 
     def end_forward(self, is_trained: bool) -> None:
         """Puts the parameters of the optimizer in place, where others are freed or what is written into them is lost.
@@ -158,6 +161,12 @@ class ShardedModules:
     def _use_those_of_optimizer(self) -> None:
         use_parameters_of_optimizer(self.wrapper)
         self._writes_seen = self._writes()
+
+    @cached_property
+    def _outside(self) -> list[Tensor]:
+        """Parameters that compute and are gathered with no unit."""
+        units = [f"{name}." for name, module in self.wrapper.module.named_modules() if isinstance(module, self.units)]
+        return [p for name, p in self.wrapper.raw_param.items() if not name.startswith(tuple(units))]
 
     def _writes(self) -> int:
         """Count writes to the optimizer's parameters."""
