@@ -4,7 +4,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
-from types import CodeType, MethodType, ModuleType
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 LIBRARIES = {"lightning", "lightning_automodel", "peft", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
@@ -42,16 +43,20 @@ def reachable_code(functions: Iterable[Callable[..., Any]], owners: Iterable[typ
         seen.add(function.__code__)
         yield function.__code__
         names = names_in(function.__code__)
+        waiting.append(vars(function).get("__wrapped__"))
         waiting += (vars(kind).get(name) for kind in own for name in names)
-        for name in names:
-            waiting += _functions_of(function.__globals__.get(name), names)
-        for cell in function.__closure__ or ():
-            waiting += _functions_of(_content(cell), names)
+        for value in _values_of(function, names):
+            waiting += _functions_of(value, names)
 
 
 def is_of_library(thing: Any) -> bool:
     """Tell whether a function or class comes with Python or with a library that is known, and is not the user's."""
-    package = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    return is_of_library_named(getattr(thing, "__module__", None) or "builtins")
+
+
+def is_of_library_named(module: str) -> bool:
+    """Tell the same of the name of a file that is imported."""
+    package = module.partition(".")[0]
     return package in LIBRARIES or package in sys.stdlib_module_names
 
 
@@ -59,7 +64,9 @@ def _undecorated(function: Any) -> Any:
     """Give the function behind decorators, bound methods, properties and partial arguments."""
     while kind := next((kind for kind in _FUNCTION if isinstance(function, kind)), None):
         function = getattr(function, _FUNCTION[kind])
-    return inspect.unwrap(function) if inspect.isroutine(function) else function
+    while inspect.isroutine(function) and not inspect.isfunction(function) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__  # of a cache, which has no code
+    return function
 
 
 _FUNCTION: dict[type, str] = {
@@ -73,10 +80,47 @@ _FUNCTION: dict[type, str] = {
 """Where each kind of object keeps its function. Others are not asked: an attribute of a mock is a mock."""
 
 
+def _values_of(function: FunctionType, names: set[str]) -> Iterator[Any]:
+    """Yield what a function finds under its names: globals, files that it imports itself, enclosed values, defaults."""
+    for name in names:
+        yield function.__globals__.get(name)
+        yield sys.modules.get(name)
+    yield from map(_content, function.__closure__ or ())
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def objects_of(things: Iterable[Any]) -> Iterator[Any]:
+    """Walk through objects, what they hold as attributes and what their containers hold; not through libraries'."""
+    waiting, seen = list(things), set()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, dict | list | tuple | set):
+            values = thing.values() if isinstance(thing, dict) else thing
+            waiting += islice(values, _MOST)
+        elif isinstance(thing, partial):
+            waiting += thing.func, *thing.args, *thing.keywords.values()
+        elif not is_of_library(type(thing)):
+            waiting += getattr(thing, "__dict__", {}).values()
+
+
+_MOST = 1000
+"""How many values of a container are looked at: functions lie in short ones."""
+
+
 def _functions_of(value: Any, names: set[str]) -> list[Any]:
     """List what may be called of a global value: itself, what it defines, or what a file named so defines."""
     if isinstance(value, ModuleType):
-        return [] if value.__name__.partition(".")[0] in LIBRARIES else [vars(value).get(name) for name in names]
+        if is_of_library_named(value.__name__):
+            return []
+        found = [vars(value).get(name) for name in names]
+        return found + [part for kind in found if isinstance(kind, type) for part in _functions_of(kind, names)]
+    if isinstance(value, dict | list | tuple | set):
+        return [part for item in objects_of([value]) if inspect.isroutine(item) for part in _functions_of(item, names)]
     if inspect.isroutine(value) or isinstance(value, tuple(_FUNCTION)):
         return [value]
     kind = value if isinstance(value, type) else type(value)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_automodel._compat.modules import hooks_of
-from lightning_automodel.modules.reachable_code import names_in, reachable_code, strings_in
+from lightning_automodel.modules.reachable_code import is_of_library, names_in, objects_of, reachable_code, strings_in
 
 
 class LastGradients:
@@ -31,7 +31,7 @@ class LastGradients:
             and not any(is_overridden(hook, module) for hook in ("on_before_zero_grad", "optimizer_zero_grad"))
             and not any(is_overridden("on_before_zero_grad", callback) for callback in callbacks)
             and all(clears_only(optimizer) for optimizer in optimizers)
-            and not may_read_gradients(module)
+            and not may_read_gradients(module, [*callbacks, *optimizers])
         )
 
     def free(self, trainer: "pl.Trainer", optimizers: Iterable[Optimizer]) -> None:
@@ -49,14 +49,28 @@ def clears_only(optimizer: Optimizer) -> bool:
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
-def may_read_gradients(module: "pl.LightningModule") -> bool:
-    """Tell whether code of the user's that a training step may run names gradients of parameters."""
-    kinds = {kind for part in module.modules() for kind in (type(part), *map(type, vars(part).values()))}
-    forwards = (function for part in module.modules() for function in _run_by_call(part))
+def may_read_gradients(module: "pl.LightningModule", others: Iterable[object] = ()) -> bool:
+    """Tell whether code of the user's that a training step may run names gradients of parameters.
+
+    Args:
+        module: with modules, objects and functions that it holds.
+        others: that it reaches by its trainer; of these only methods that it names run.
+    """
+    held = list(objects_of([part for module_ in module.modules() for part in (module_, *vars(module_).values())]))
+    kinds = {type(thing) for thing in (*held, *others)}
+    forwards = [function for part in module.modules() for function in _run_by_call(part)]
+    forwards += [thing for thing in held if inspect.isroutine(thing)]
+    forwards += [
+        vars(kind)[name] for kind in map(type, held) if not is_of_library(kind) for name in _UNNAMED & vars(kind).keys()
+    ]
     return any(
         "grad" in strings_in(code) or any(map(_is_of_gradients, names_in(code)))
         for code in reachable_code([module.training_step, *forwards], kinds)
     )
+
+
+_UNNAMED = {"__call__", "__getattr__", "__getitem__", "__iter__", "__enter__", "__exit__"}
+"""Methods that run without being named."""
 
 
 def _run_by_call(part: nn.Module) -> Iterator[Callable[..., object]]:

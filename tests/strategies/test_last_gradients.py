@@ -1,7 +1,7 @@
 """Gradients of a step are gone in the next one's forward pass, except where the user's code might see that."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -148,6 +148,48 @@ class InHook(Noting):
         self.net.first.register_forward_pre_hook(lambda module, args: (args[0] + 0 * len(norms(module)),))
 
 
+def with_norms(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def run(self: Any, batch: Tensor, batch_idx: int) -> Any:
+        return step(self, batch + 0 * len(norms(self)), batch_idx)
+
+    return run
+
+
+class InDecorator(Noting):
+    @with_norms
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+class InTable(Noting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extras = {"count": [lambda: len(norms(self))]}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch + 0 * self.extras["count"][0](), batch_idx)
+
+
+class InDefault(Noting):
+    def training_step(self, batch: Tensor, batch_idx: int, /, counted: Any = (norms,)) -> Any:
+        return super().training_step(batch + 0 * len(counted[0](self)), batch_idx)
+
+
+class Counting(L.Callback):
+    def counted(self, module: L.LightningModule) -> int:
+        return len(norms(module))
+
+
+class InCallback(Noting):
+    def configure_callbacks(self) -> Any:
+        return Counting()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        counts = [callback.counted(self) for callback in self.trainer.callbacks if isinstance(callback, Counting)]  # type: ignore[attr-defined]
+        return super().training_step(batch + 0 * sum(counts), batch_idx)
+
+
 class ClipsThere(Noting):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if batch_idx > 100:
@@ -192,6 +234,7 @@ class Manual(Noting):
 
 KEEPING = [
     *(InStep, InMethod, InProperty, InCached, InFunction, InForward, InHook, ClipsThere),
+    *(InDecorator, InTable, InDefault, InCallback),
     *(OwnClearing, OwnOptimizer, Watched, Manual),
 ]
 
