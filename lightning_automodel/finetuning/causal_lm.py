@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -203,6 +203,21 @@ class CausalLM(L.LightningModule):
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Loads one file, as Lightning does; the base of an adapter comes from ``model``.
+
+        Raises:
+            ValueError: for a checkpoint that is a folder.
+        """
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            raise ValueError(
+                f"{checkpoint_path} is a folder, and load_from_checkpoint reads checkpoints in one file; make one by "
+                f"`lightning-automodel consolidate {checkpoint_path} FILE`, or save such by the strategy's "
+                "save_distributed_checkpoint=False; ckpt_path of a trainer takes folders"
+            )
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps the number of tokens seen, and those of a step that is not complete."""
         checkpoint["tokens_seen"] = float(self._tokens_seen)
@@ -210,7 +225,12 @@ class CausalLM(L.LightningModule):
             checkpoint["token_window"] = self._window.state(self._data_group)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on counting tokens where the checkpoint stopped."""
+        """Goes on counting tokens where the checkpoint stopped; adds what ``load_from_checkpoint`` misses of a base."""
+        if self._trainer is None and self.peft is not None and self.model is not None:
+            named = self.named_parameters(remove_duplicate=False)
+            base = {name for name, parameter in named if not parameter.requires_grad}
+            held = {name: value for name, value in self.state_dict().items() if name in base}
+            checkpoint["state_dict"] = {**held, **checkpoint["state_dict"]}
         self._tokens_seen = torch.tensor(checkpoint.get("tokens_seen", 0.0), dtype=torch.float64)
         self._window_state = checkpoint.get("token_window", {})
 
