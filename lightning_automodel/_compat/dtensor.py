@@ -247,8 +247,11 @@ def _watch_gathering() -> None:
     of_arguments, of_one = dispatcher.redistribute_local_args, DTensor.redistribute
 
     def redistribute_arguments(op_info: Any, suggested: Any, *args: Any) -> Any:
-        for before, after in zip(op_info.schema.args_spec, suggested.args_spec, strict=False):
-            check(before.mesh, before.placements, after.placements)
+        is_flat = op_info.args_tree_spec is None  # as torch's own: op_info.schema is not always there
+        wanted = suggested.args_schema if is_flat else tree_leaves(suggested.args_schema)
+        for before, after in zip(op_info.flat_args_schema, wanted, strict=False):
+            if isinstance(before, DTensorSpec):
+                check(before.mesh, before.placements, after.placements)
         return of_arguments(op_info, suggested, *args)
 
     def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:

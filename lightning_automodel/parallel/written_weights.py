@@ -1,4 +1,4 @@
-"""Refuses a forward pass that writes into parameters which FSDP2 has gathered for it: the shards would not have it.
+"""Refuses a forward pass that writes into parameters which are gathered for it: the shards would not have it.
 
 ::
 
@@ -6,10 +6,10 @@
     optimizer        reads and writes the shards                     without what was written
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.fsdp2 import gathered_parameters
@@ -17,42 +17,52 @@ from lightning_automodel._compat.tensors import count_writes_through_plain_data,
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 
+Gathered = Callable[[nn.Module], Iterable[tuple[nn.Module, str, Tensor]]]
 
-def refuse_written_weights(unit: nn.Module) -> None:
-    """Compare the gathered parameters of an FSDP2 ``unit`` before and behind its forward pass, from now on.
+
+def refuse_written_weights(unit: nn.Module, gathered: Gathered = gathered_parameters) -> None:
+    """Compare the gathered parameters of a sharded ``unit`` before and behind its forward pass, from now on.
 
     The hooks raise a ``ValueError`` that names the parameter and the ways out.
+
+    Args:
+        unit: whose hooks that gather and free are installed.
+        gathered: what it computes with: the module that has a parameter, its name and its values.
     """
-    watch = _Watch(frozenset((layer, name) for _, layer, name in find_adapted_parameters(unit)))
+    adapted = frozenset((layer, name) for _, layer, name in find_adapted_parameters(unit))
+    watch = _Watch(gathered, adapted)
     unit.register_forward_pre_hook(watch.before)
     unit.register_forward_hook(watch.behind, prepend=True)
 
 
 class _Watch:
-    def __init__(self, adapted: frozenset[tuple[nn.Module, str]]) -> None:
+    def __init__(self, gathered: Gathered, adapted: frozenset[tuple[nn.Module, str]]) -> None:
+        self._gathered = gathered
         self._adapted = adapted  # put into themselves by what adapts them, in every pass
         self._seen: dict[tuple[nn.Module, str], tuple[int, int]] = {}
 
     def before(self, unit: nn.Module, args: tuple) -> None:
-        self._seen = dict(_states(unit))
+        self._seen = dict(_states(self._gathered(unit)))
 
     def behind(self, unit: nn.Module, args: tuple, output: Any) -> None:
         seen, self._seen = self._seen, {}
-        for (owner, parameter), state in _states(unit):
+        for (owner, parameter), state in _states(self._gathered(unit)):
             if seen.get((owner, parameter), state) != state and (owner, parameter) not in self._adapted:
                 name = next((name for name, part in unit.named_modules() if part is owner), "")
                 raise ValueError(_message(unit, f"{name}.{parameter}".removeprefix(".")))
 
 
-def _states(unit: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], tuple[int, int]]]:
-    for owner, name, local in gathered_parameters(unit):
+def _states(
+    gathered: Iterable[tuple[nn.Module, str, Tensor]],
+) -> Iterator[tuple[tuple[nn.Module, str], tuple[int, int]]]:
+    for owner, name, local in gathered:
         count_writes_through_plain_data(local)
         yield (owner, name), (version_of(local), key_of(local.untyped_storage()))
 
 
 def _message(unit: nn.Module, name: str) -> str:
     return (
-        f"the forward pass of {class_names(unit)[0]} writes into its parameter {name}, which FSDP2 has gathered for "
+        f"the forward pass of {class_names(unit)[0]} writes into its parameter {name}, which is gathered for "
         "that pass: the shards, which the optimizer and checkpoints have, would keep what was there before. Compute "
         "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
         "between two steps, in on_train_batch_start, where it is sharded and elements are changed one by one; or use "

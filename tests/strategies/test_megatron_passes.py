@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Pool
@@ -283,6 +283,35 @@ class WithScalar(Descending):
         self.model.scale = nn.Parameter(torch.tensor(1.0))
 
 
+class Bounded(nn.Linear):
+    """Keeps its weight in bounds, in its forward pass."""
+
+    how = "data"
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "data":
+                self.weight.data.clamp_(-0.01, 0.01)
+            elif self.how == "copy":
+                self.weight.copy_(normalize(self.weight, dim=-1))
+            else:
+                self.weight.data = normalize(self.weight.data, dim=-1)
+        return super().forward(x)
+
+
+class WritesWeights(Descending):
+    """In a layer of a block, or in the head that is in none."""
+
+    def __init__(self, how: str, is_in_block: bool) -> None:
+        super().__init__(tied=False)
+        self.how, self.is_in_block = how, is_in_block
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        layer = self.model.model.layers[1].mlp.down_proj if self.is_in_block else self.model.lm_head
+        layer.__class__ = type("Bounded", (Bounded,), {"how": self.how})
+
+
 class GivesData(Descending):
     def on_train_batch_end(self, *args: Any) -> None:
         for parameter in self.parameters():
@@ -315,6 +344,10 @@ def meet_refusals(directory: Path) -> list[str]:
     with pytest.raises(TypeError, match=r"parameter\.data = value") as given:
         make_trainer(layout.make(), max_epochs=1).fit(GivesData(), batches(layout.data_size))
     messages.append(str(given.value))
+    for how, is_in_block in (("data", True), ("copy", False), ("given", True), ("given", False)):
+        for name in ("megatron2-dp2", "megatron3-dp2"):
+            with pytest.raises(ValueError, match=r"writes into its parameter .*weight, which is gathered"):
+                make_trainer(LAYOUTS[name].make(), max_epochs=1).fit(WritesWeights(how, is_in_block), batches(2))
     for kind in (NeedsWholes, Gathers):
         with pytest.raises(ValueError, match="rows in uneven numbers"):
             make_trainer(layout.make(), max_epochs=1).fit(kind(), batches(layout.data_size))

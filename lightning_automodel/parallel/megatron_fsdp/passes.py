@@ -15,10 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.tensors import after_backward, is_accumulated_now
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
+from lightning_automodel.parallel.written_weights import refuse_written_weights
 
 
 class Passes:
@@ -42,6 +44,8 @@ class Passes:
                 # Before the library's own hook, which gathers what it finds in place.
                 part.register_forward_pre_hook(self._enter, prepend=True)
                 part.register_forward_hook(self._leave, always_call=True)
+                is_unit = isinstance(part, sharded.units)
+                refuse_written_weights(part, _all_parameters if is_unit else _own_parameters)
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
@@ -94,6 +98,15 @@ class Passes:
     def _end(self) -> None:
         self._is_backward = False
         self.sharded.end_backward()
+
+
+def _all_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for part in unit.modules():
+        yield from _own_parameters(part)
+
+
+def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    yield from ((part, name, parameter) for name, parameter in own_parameters(part).items() if parameter is not None)
 
 
 def _outside_of_units(module: nn.Module, units: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
