@@ -38,3 +38,8 @@ class Shapes(FakeTensorMode):
             if storage is not None:
                 found.set_(storage, known.storage_offset, known.shape, known.stride)
         return FakeTensor(self, found, known.device)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor`` has no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -18,19 +18,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.modules import own_buffers, own_parameters
-from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
 from lightning_automodel.modules.forward import Context, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import find_adapted_parameters
+from lightning_automodel.modules.writes import State, Writes
 
 Compute = Callable[[Any], Tensor]
 """A stored parameter to the tensor that the forward pass sees, with autograd."""
 
 _Table = dict[str, Any]
-_State = tuple[int, int]  # version and memory of a tensor
-_Swapped = list[tuple[_Table, str, Tensor, _State]]
+_Swapped = list[tuple[_Table, str, Tensor, State]]
 
 
 class ParameterSwap:
@@ -49,6 +47,7 @@ class ParameterSwap:
         self._owners: set[nn.Module] = set()
         self._adapted: list[tuple[_Table, str]] = []  # put into themselves by what adapts them, in every pass
         self._running: list[_Swapped] = []
+        self._writes = Writes()
 
     def add(self, owner: nn.Module, name: str, compute: Compute) -> None:
         """Exchange the parameter ``name`` of ``owner`` for what ``compute`` gives for it."""
@@ -97,16 +96,15 @@ class ParameterSwap:
                 continue
             if parameter not in computed:
                 computed[parameter] = compute(parameter)
-                count_writes_through_plain_data(computed[parameter])
             table[name] = computed[parameter]
-            swapped.append((table, name, parameter, _state_of(computed[parameter])))
+            swapped.append((table, name, parameter, self._writes.before((id(table), name), computed[parameter])))
         return swapped
 
     def _lost_writes(self, swapped: _Swapped) -> Iterator[tuple[_Table, str]]:
         """Yield what was written in a forward pass and is not stored as one process would store it."""
         for table, name, parameter, before in swapped:
-            after = _state_of(table[name])
-            if after == before or (after[1] == before[1] and _is_stored_whole(parameter, table[name])):
+            written = self._writes.changed((id(table), name), table[name], before)
+            if not written or _is_stored_whole(parameter, table[name]):
                 continue
             if not any(table is other and name == adapted for other, adapted in self._adapted):
                 yield table, name
@@ -115,10 +113,6 @@ class ParameterSwap:
 def _swap_out(swapped: _Swapped) -> None:
     for table, name, parameter, _ in swapped:
         table[name] = parameter
-
-
-def _state_of(tensor: Tensor) -> _State:
-    return version_of(tensor), key_of(tensor.untyped_storage())
 
 
 def _is_stored_whole(parameter: Tensor, seen: Tensor) -> bool:

@@ -6,16 +6,15 @@
     optimizer        reads and writes the shards                     without what was written
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.fsdp2 import gathered_parameters
-from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import find_adapted_parameters
+from lightning_automodel.modules.writes import State, Writes
 
 Gathered = Callable[[nn.Module], Iterable[tuple[nn.Module, str, Tensor]]]
 
@@ -23,7 +22,8 @@ Gathered = Callable[[nn.Module], Iterable[tuple[nn.Module, str, Tensor]]]
 def refuse_written_weights(unit: nn.Module, gathered: Gathered = gathered_parameters) -> None:
     """Compare the gathered parameters of a sharded ``unit`` before and behind its forward pass, from now on.
 
-    The hooks raise a ``ValueError`` that names the parameter and the ways out.
+    A write that leaves every value as it was is none. The hooks raise a ``ValueError`` that names the parameter and the
+    ways out.
 
     Args:
         unit: whose hooks that gather and free are installed.
@@ -39,25 +39,21 @@ class _Watch:
     def __init__(self, gathered: Gathered, adapted: frozenset[tuple[nn.Module, str]]) -> None:
         self._gathered = gathered
         self._adapted = adapted  # put into themselves by what adapts them, in every pass
-        self._seen: dict[tuple[nn.Module, str], tuple[int, int]] = {}
+        self._writes = Writes()
+        self._seen: dict[tuple[nn.Module, str], State] = {}
 
     def before(self, unit: nn.Module, args: tuple) -> None:
-        self._seen = dict(_states(self._gathered(unit)))
+        self._seen = {
+            (owner, name): self._writes.before((owner, name), tensor) for owner, name, tensor in self._gathered(unit)
+        }
 
     def behind(self, unit: nn.Module, args: tuple, output: Any) -> None:
         seen, self._seen = self._seen, {}
-        for (owner, parameter), state in _states(self._gathered(unit)):
-            if seen.get((owner, parameter), state) != state and (owner, parameter) not in self._adapted:
+        for owner, parameter, tensor in self._gathered(unit):
+            key = owner, parameter
+            if key in seen and key not in self._adapted and self._writes.changed(key, tensor, seen[key]):
                 name = next((name for name, part in unit.named_modules() if part is owner), "")
                 raise ValueError(_message(unit, f"{name}.{parameter}".removeprefix(".")))
-
-
-def _states(
-    gathered: Iterable[tuple[nn.Module, str, Tensor]],
-) -> Iterator[tuple[tuple[nn.Module, str], tuple[int, int]]]:
-    for owner, name, local in gathered:
-        count_writes_through_plain_data(local)
-        yield (owner, name), (version_of(local), key_of(local.untyped_storage()))
 
 
 def _message(unit: nn.Module, name: str) -> str:

@@ -24,7 +24,10 @@ _ROWS, _TOLERANCE = 3, 1e-3
 
 def problem_of_own_linear(module: nn.Module, style: Style) -> str:
     """Say what a layer of a user's class would do otherwise on slices of its weight; empty if nothing is known."""
-    if not isinstance(module, nn.Linear) or type(module).forward.__module__.partition(".")[0] in KNOWN:
+    if not isinstance(module, nn.Linear) or type(module).forward.__module__.partition(".")[0] in (
+        *KNOWN,
+        "bitsandbytes",
+    ):
         return ""
     more = [name for name in own_parameters(module) if name not in ("weight", "bias")]
     if more:
@@ -61,7 +64,7 @@ def _is_right_on_parts(module: nn.Linear, rows: bool) -> bool:
         parts = [_call(module, *part) for part in zip(inputs, halves, biases, strict=True)]
         found = torch.cat(parts, -1) if rows else parts[0] + parts[1]
         return torch.allclose(whole, found, rtol=0, atol=_TOLERANCE * float(whole.abs().max()))
-    except (RuntimeError, AttributeError, TypeError, ValueError):
+    except (RuntimeError, AttributeError, AssertionError, TypeError, ValueError):
         return True  # it cannot be called like that: what it does is seen in the first forward pass
 
 

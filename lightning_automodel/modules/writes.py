@@ -1,0 +1,41 @@
+"""Tells whether something was written into a tensor that is no parameter of the optimizer, and made it another one."""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from lightning_automodel._compat.fake import key_of
+from lightning_automodel._compat.fake_shapes import is_fake
+from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
+
+State = tuple[int, int, Tensor | None]
+"""Version and memory of a tensor, and its values where they are compared."""
+
+
+class Writes:
+    """Compares tensors before and behind a forward pass.
+
+    A write may leave every value as it is (weights that are within the bounds to which they are clamped), which only
+    their comparison tells. It waits for the host, so tensors are compared from their second write on: one that was lost
+    is made again in the next pass.
+    """
+
+    def __init__(self) -> None:
+        self._written: set[Hashable] = set()
+
+    def before(self, key: Hashable, tensor: Tensor) -> State:
+        """Note what ``tensor`` is now; ``key`` names it in every pass."""
+        count_writes_through_plain_data(tensor)
+        values = tensor.detach().clone() if key in self._written else None
+        return version_of(tensor), key_of(tensor.untyped_storage()), values
+
+    def changed(self, key: Hashable, tensor: Tensor, before: State) -> bool:
+        """Tell whether ``tensor`` is another one than before, as far as is known."""
+        version, memory, values = before
+        if key_of(tensor.untyped_storage()) != memory:
+            return True
+        if version_of(tensor) == version:
+            return False
+        self._written.add(key)
+        return values is not None and not is_fake(tensor) and not torch.equal(values, tensor)
