@@ -113,21 +113,28 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-_COUNTS = "_counts_writes_through_data_of_plain"
+_READS = "_reads_of_data"
 
 
-def count_writes_through_plain_data(tensor: Tensor) -> None:
-    """Let :func:`version_of` see what is written into ``tensor.data``, which counts for itself in torch."""
-    _let_writes_through_data_count()
-    setattr(tensor, _COUNTS, True)
+def reads_of_data(tensor: Tensor) -> int:
+    """Count from the first call on how often ``tensor.data`` was read; torch does not count what is written into it.
+
+    The one that is read stays torch's: a tensor that counts its writes (``detach()``) is a view, into which autograd
+    lets nobody write where a function of its own gave it.
+    """
+    _let_reads_of_data_count()
+    setattr(tensor, _READS, reads := getattr(tensor, _READS, 0))
+    return reads
 
 
 @functools.cache
-def _let_writes_through_data_count() -> None:
+def _let_reads_of_data_count() -> None:
     data: Any = Tensor.data
 
     def read(tensor: Any) -> Any:
-        return tensor.detach() if hasattr(tensor, _COUNTS) else data.__get__(tensor)
+        if hasattr(tensor, _READS) and not torch.compiler.is_compiling():
+            setattr(tensor, _READS, getattr(tensor, _READS) + 1)
+        return data.__get__(tensor)
 
     Tensor.data = property(read, data.__set__)  # type: ignore[assignment]
 

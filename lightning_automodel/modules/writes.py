@@ -7,10 +7,10 @@ from torch import Tensor
 
 from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.tensors import count_writes_through_plain_data, version_of
+from lightning_automodel._compat.tensors import reads_of_data, version_of
 
 State = tuple[int, int, Tensor | None]
-"""Version and memory of a tensor, and its values where they are compared."""
+"""Writes (and reads of ``.data``, which is written into) and memory of a tensor; its values where they are compared."""
 
 
 class Writes:
@@ -26,16 +26,15 @@ class Writes:
 
     def before(self, key: Hashable, tensor: Tensor) -> State:
         """Note what ``tensor`` is now; ``key`` names it in every pass."""
-        count_writes_through_plain_data(tensor)
         values = tensor.detach().clone() if key in self._written else None
-        return version_of(tensor), key_of(tensor.untyped_storage()), values
+        return version_of(tensor) + reads_of_data(tensor), key_of(tensor.untyped_storage()), values
 
     def changed(self, key: Hashable, tensor: Tensor, before: State) -> bool:
         """Tell whether ``tensor`` is another one than before, as far as is known."""
         version, memory, values = before
         if key_of(tensor.untyped_storage()) != memory:
             return True
-        if version_of(tensor) == version:
+        if version_of(tensor) + reads_of_data(tensor) == version:
             return False
         self._written.add(key)
         return values is not None and not is_fake(tensor) and not torch.equal(values, tensor)

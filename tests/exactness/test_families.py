@@ -24,6 +24,7 @@ KINDS = {
     "experts": ["mixtral", "qwen3_moe"],
     "recurrent": ["qwen3_5_text", "nemotron_h"],
     "images": ["qwen2_5_vl"],
+    "written": ["gemma3n_text"],  # clamps a weight in place, in every forward pass
 }
 CHANGES = dict.fromkeys(KINDS["recurrent"], HYBRID) | dict.fromkeys(KINDS["experts"], ROUTER)
 
