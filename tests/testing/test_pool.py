@@ -151,9 +151,9 @@ def test_a_rank_that_dies_is_reported(pool2: Pool) -> None:
 def test_a_deadlock_shows_the_stacks_of_all_ranks(pool4: Pool) -> None:
     pool4.run(summed_rank)
     start = time.monotonic()
-    with pytest.raises(PoolTimeout, match=r"no answer from rank 0, 2, 3 within 2 s") as raised:
-        pool4.run(wait_for_nobody, 1, timeout=2)
-    assert time.monotonic() - start < 6
+    with pytest.raises(PoolTimeout, match=r"no answer from rank 0, 2, 3 within 6 s") as raised:
+        pool4.run(wait_for_nobody, 1, timeout=6)
+    assert time.monotonic() - start < 12
     stacks = raised.value.stacks
     assert stacks.pop(1) == "finished"
     assert list(stacks) == [0, 2, 3]
