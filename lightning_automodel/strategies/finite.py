@@ -236,7 +236,10 @@ def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Tell of each tensor whether it has finite elements only: [tensors], of bool. Squares of these may overflow."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return torch.isfinite(torch.stack([norm.float() for norm in each_norm(tensors, torch.inf)]))
-    # On CPU there is no kernel for many tensors, and a largest norm takes 20 times as long as the two extremes.
+    # On CPU a largest norm takes 20 times as long as the two extremes, and these 1.6 times as long as squares.
+    finite = torch.isfinite(torch.stack(each_norm(tensors, 2)))
+    if finite.all():
+        return finite
     extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]  # stack widens to the widest
     return torch.isfinite(torch.stack(extremes)).view(-1, 2).all(1)
 

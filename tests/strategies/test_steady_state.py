@@ -25,7 +25,7 @@ MICRO_BATCHES = STEPS * ACCUMULATED
 LAYERS = 2
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 ON_THE_HOST = {
-    "finite.py": STEPS,  # are the gradients finite? An accelerator reads that itself
+    "finite.py": 2 * STEPS,  # are gradients finite, of this rank and of all? An accelerator reads that itself
     "vocab_parallel.py": MICRO_BATCHES,  # are labels in the vocabulary? An accelerator asserts that itself
     "preemption.py": 2 * (STEPS - 1),  # signals of all ranks, exchanged beside the step before
     "sliced_draws.py": LAYERS * MICRO_BATCHES,  # states of generators: did a block draw after all?
