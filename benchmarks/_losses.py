@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import linear, linear_cross_entropy, pad
+from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks._measure import forget_peak, status
@@ -86,13 +86,17 @@ def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: int) -
 
 
 def torchs_own(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """torch's linear_cross_entropy in chunks of its own choice."""
+    """torch's linear_cross_entropy (2.12 or later) in chunks of its own choice."""
+    from torch.nn.functional import linear_cross_entropy
+
     options = torch.nn.LinearCrossEntropyOptions()
     return linear_cross_entropy(hidden.flatten(0, 1), weight, shifted(labels), options=options)
 
 
 def torchs_own_in_our_chunks(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """torch's linear_cross_entropy in chunks of the size that ours has."""
+    from torch.nn.functional import linear_cross_entropy
+
     options = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=task.chunk)
     return linear_cross_entropy(hidden.flatten(0, 1), weight, shifted(labels), options=options)
 
