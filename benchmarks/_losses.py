@@ -86,7 +86,7 @@ def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: int) -
 
 
 def torchs_own(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """torch's linear_cross_entropy (2.12 or later) in chunks of its own choice."""
+    """torch's linear_cross_entropy in chunks of its own choice; torch 2.11 has none."""
     from torch.nn.functional import linear_cross_entropy
 
     options = torch.nn.LinearCrossEntropyOptions()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_global_tensor_info
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -276,6 +277,48 @@ def dtensor_from(
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor with the mesh, placements and shape of ``like``; dtype and device are those of ``local``."""
     return dtensor_from(local.contiguous(), like.device_mesh, tuple(like.placements), like.shape, like.stride())
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """Returns what this rank holds of ``tensor``, outside of autograd: the very tensor, where ``to_local`` makes a new
+    one.
+    """
+    return tensor._local_tensor
+
+
+_GRADIENT = "_spec_of_its_gradient"
+
+
+def gradient_spec(parameter: DTensor, placement: Placement) -> DTensorSpec:
+    """Describes a gradient of ``parameter``, a DTensor over one axis, that lies as ``placement`` says.
+
+    Described once, and shared by the gradients of all steps, as FSDP2 shares that of its shards.
+    """
+    spec = parameter._spec
+    if spec.placements == (placement,):
+        return spec
+    described = vars(parameter).get(_GRADIENT)
+    if described is None or described[0] is not spec or described[1].placements != (placement,):
+        described = spec, DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+        setattr(parameter, _GRADIENT, described)
+    return described[1]
+
+
+def gradient_from(local: Tensor, spec: DTensorSpec, strides: tuple[int, ...]) -> DTensor:
+    """Makes the gradient of a parameter out of ``local``, with a graph where the backward pass builds one.
+
+    What ``to_local`` does in its backward pass, which describes each gradient in each step anew: 40 microseconds, 9 here.
+
+    Args:
+        local: this rank's.
+        spec: of the gradient, if ``local`` lies in memory as the parameter does.
+        strides: of what this rank holds of the parameter.
+    """
+    if torch.is_grad_enabled() or local.stride() != strides:
+        shape, placements = spec.shape, spec.placements
+        stride = compute_global_tensor_info(local, spec.mesh, placements)[1]
+        return DTensor.from_local(local, spec.mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def whole_shape(tensor: DTensor) -> torch.Size:

@@ -80,6 +80,11 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return _ScaleGradient.apply(x, factor) if x.requires_grad else x
 
 
+def summed(grad: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum the gradients ``grad`` over ``group`` in a backward pass, which may itself be differentiated."""
+    return (reduce_out if is_differentiated() else _all_reduce)(grad, group)
+
+
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
@@ -128,7 +133,7 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (reduce_out if is_differentiated() else _all_reduce)(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _ReduceOut(torch.autograd.Function):

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor import is_shared
+from lightning_automodel._compat.dtensor import gradient_from, gradient_spec, is_shared, local_of
 from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel.distributed.collectives import copy_in
+from lightning_automodel.distributed.collectives import copy_in, summed
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
@@ -42,12 +42,7 @@ class _LocalTensor:
     def __call__(self, parameter: DTensor) -> Tensor:
         partial = self.stream is not None and self.stream.length is not None
         gradient = Partial() if partial else self.gradient
-        if self.sum_over is not None and gradient.is_partial():
-            local = copy_in(parameter.to_local(grad_placements=[Replicate()]), self.sum_over)
-        else:
-            local = parameter.to_local(grad_placements=[gradient])
-            if self.sum_over is not None and local.requires_grad:
-                local = _OwnGradient.apply(local)
+        local = _local(parameter, gradient, self.sum_over)
         if self.rows:
             return take_rows(local, self.rows)
         # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the
@@ -132,18 +127,38 @@ def _check_switch(owner: nn.Module) -> None:
         )
 
 
-class _OwnGradient(torch.autograd.Function):
-    """Makes an arriving gradient fit to become ``parameter.grad``, which is added to and scaled in place.
+def _local(parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | None) -> Tensor:
+    """Give ``parameter.to_local(grad_placements=[gradient])``, and with ``sum_over`` a gradient that is final."""
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter.to_local()
+    if not torch.compiler.is_compiling():
+        return _Local.apply(parameter, gradient, sum_over)
+    if sum_over is None or not gradient.is_partial():
+        return parameter.to_local(grad_placements=[gradient])
+    return copy_in(parameter.to_local(grad_placements=[Replicate()]), sum_over)
 
-    For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one), or that lies
-    differently in memory. Of a DTensor it sees the wrapper only, which is always new. Its own
-    output is no view: code of users writes into whole parameters under ``no_grad``, which autograd forbids for views.
+
+class _Local(torch.autograd.Function):
+    """A DTensor's local tensor, whose gradient becomes a DTensor; summed and fit to be ``parameter.grad`` if it is final.
+
+    That is added to and scaled in place. For its own leaves autograd copies a gradient that others hold (both terms of
+    a sum have the same one), or that lies differently in memory. Of a DTensor it sees the wrapper only, which is always
+    new. The local tensor is no view then: code of users writes into whole parameters under ``no_grad``, which autograd
+    forbids for views that a function gave.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.data
+    def forward(ctx: Any, parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | None) -> Tensor:
+        local = local_of(parameter)
+        is_summed = sum_over is not None and gradient.is_partial()
+        ctx.spec, ctx.strides = gradient_spec(parameter, Replicate() if is_summed else gradient), local.stride()
+        ctx.is_summed, ctx.sum_over = is_summed, sum_over
+        return local.view_as(local) if sum_over is None else local.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone(memory_format=torch.contiguous_format) if is_shared(grad) else grad.contiguous()
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
+        if ctx.is_summed:
+            grad = summed(grad, ctx.sum_over)
+        elif ctx.sum_over is not None:
+            grad = grad.clone(memory_format=torch.contiguous_format) if is_shared(grad) else grad.contiguous()
+        return gradient_from(grad, ctx.spec, ctx.strides), None, None
