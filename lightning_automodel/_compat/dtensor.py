@@ -1,17 +1,15 @@
-"""Private names of DTensor: meshes, placements, shards that wait on the host, who holds a gradient."""
+"""Private names of DTensor: meshes, placements, what is computed from them, shards that wait on the host."""
 
 import functools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate, _redistribute
+from torch.distributed.tensor import DTensor, Replicate, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_global_tensor_info
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -143,43 +141,6 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
     _times_given += 1
 
 
-def average_gradients_of_whole(axes: Iterable[str]) -> None:
-    """Let gradients that reach ``parameter.full_tensor()`` be averaged over the mesh axes ``axes``, as those of the
-    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own.
-
-    Args:
-        axes: of ranks that see different samples.
-    """
-    _DATA_AXES.update(axes)
-    _average_gradients_of_whole()
-
-
-_DATA_AXES: set[str] = set()
-
-
-@functools.cache
-def _average_gradients_of_whole() -> None:
-    original: Any = DTensor.full_tensor
-
-    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> Tensor:
-        mesh = self.device_mesh
-        of_data = [name in _DATA_AXES for name in mesh.mesh_dim_names or ()]
-        ranks = math.prod(size for size, differs in zip(mesh.shape, of_data, strict=False) if differs)
-        if grad_placements is not None or ranks == 1 or not (self.requires_grad and torch.is_grad_enabled()):
-            return original(self, grad_placements=grad_placements)
-        differing = [Partial() if differs else Replicate() for differs in of_data]
-        if not any(placement.is_partial() for placement in self.placements):
-            whole = original(self, grad_placements=differing)
-            whole.register_hook(lambda gradient: gradient / ranks)
-            return whole
-        # A norm or mean of a parameter: torch cannot bring partial gradients to placements like these.
-        whole = original(self)
-        whole.register_hook(lambda gradient: original(DTensor.from_local(gradient / ranks, mesh, differing)))
-        return whole
-
-    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
-
-
 def times_data_was_given() -> int:
     """Count the ``p.data = value`` on sharded tensors of this process."""
     return _times_given
@@ -279,60 +240,9 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     return dtensor_from(local.contiguous(), like.device_mesh, tuple(like.placements), like.shape, like.stride())
 
 
-def local_of(tensor: DTensor) -> Tensor:
-    """Returns what this rank holds of ``tensor``, outside of autograd: the very tensor, where ``to_local`` makes a new
-    one.
-    """
-    return tensor._local_tensor
-
-
-_GRADIENT = "_spec_of_its_gradient"
-
-
-def gradient_spec(parameter: DTensor, placement: Placement) -> DTensorSpec:
-    """Describes a gradient of ``parameter``, a DTensor over one axis, that lies as ``placement`` says.
-
-    Described once, and shared by the gradients of all steps, as FSDP2 shares that of its shards.
-    """
-    spec = parameter._spec
-    if spec.placements == (placement,):
-        return spec
-    described = vars(parameter).get(_GRADIENT)
-    if described is None or described[0] is not spec or described[1].placements != (placement,):
-        described = spec, DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
-        setattr(parameter, _GRADIENT, described)
-    return described[1]
-
-
-def gradient_from(local: Tensor, spec: DTensorSpec, strides: tuple[int, ...]) -> DTensor:
-    """Makes the gradient of a parameter out of ``local``, with a graph where the backward pass builds one.
-
-    What ``to_local`` does in its backward pass, which describes each gradient in each step anew: 40 microseconds, 9 here.
-
-    Args:
-        local: this rank's.
-        spec: of the gradient, if ``local`` lies in memory as the parameter does.
-        strides: of what this rank holds of the parameter.
-    """
-    if torch.is_grad_enabled() or local.stride() != strides:
-        shape, placements = spec.shape, spec.placements
-        stride = compute_global_tensor_info(local, spec.mesh, placements)[1]
-        return DTensor.from_local(local, spec.mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
-    return DTensor(local, spec, requires_grad=False)
-
-
 def whole_shape(tensor: DTensor) -> torch.Size:
     """Returns the shape of the whole tensor, also of a subclass that watches what is asked of it."""
     return tensor._spec.shape
-
-
-def is_shared(gradient: Tensor) -> bool:
-    """Tells whether autograd may hand ``gradient`` to another function as well, or somebody keeps it. torch counts
-    references
-    for its own leaves, and tells others in private (2.13; of an older one, all are taken for shared).
-    """
-    count = getattr(gradient, "_use_count", None)
-    return count is None or count() > 1
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.dtensor import average_gradients_of_whole, let_data_be_given
+from lightning_automodel._compat.dtensor import let_data_be_given
+from lightning_automodel._compat.dtensor_gradients import average_gradients_of_whole
 from lightning_automodel._compat.fsdp2 import (
     fsdp_units,
     holds_several_dtypes,

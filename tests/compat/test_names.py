@@ -23,7 +23,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_automodel import mesh as meshes
 from lightning_automodel._compat import fsdp2
-from lightning_automodel._compat.dtensor import average_gradients_of_whole, strided_shard
+from lightning_automodel._compat.dtensor import strided_shard
+from lightning_automodel._compat.dtensor_gradients import average_gradients_of_whole
 from lightning_automodel._compat.fsdp2 import parameter_groups, reduce_unused_parameters
 from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import recorded_outputs

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor import gradient_from, gradient_spec, is_shared, local_of
+from lightning_automodel._compat.dtensor_gradients import gradient_from, gradient_spec, is_shared, local_of
 from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel.distributed.collectives import copy_in, summed
+from lightning_automodel.distributed.collectives import copy_in, scale_gradient, summed
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
@@ -133,18 +133,20 @@ def _local(parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | Non
         return parameter.to_local()
     if not torch.compiler.is_compiling():
         return _Local.apply(parameter, gradient, sum_over)
-    if sum_over is None or not gradient.is_partial():
-        return parameter.to_local(grad_placements=[gradient])
-    return copy_in(parameter.to_local(grad_placements=[Replicate()]), sum_over)
+    # In a graph that dynamo makes of a whole model, it does not know how a DTensor is made.
+    if sum_over is not None and gradient.is_partial():
+        return copy_in(parameter.to_local(grad_placements=[Replicate()]), sum_over)
+    local = parameter.to_local(grad_placements=[gradient])
+    return local if sum_over is None else scale_gradient(local, 1.0)  # a product is nobody else's
 
 
 class _Local(torch.autograd.Function):
-    """A DTensor's local tensor, whose gradient becomes a DTensor; summed and fit to be ``parameter.grad`` if it is final.
+    """A DTensor's local tensor, whose gradient becomes a DTensor; with ``sum_over`` it is ``parameter.grad`` next.
 
-    That is added to and scaled in place. For its own leaves autograd copies a gradient that others hold (both terms of
-    a sum have the same one), or that lies differently in memory. Of a DTensor it sees the wrapper only, which is always
-    new. The local tensor is no view then: code of users writes into whole parameters under ``no_grad``, which autograd
-    forbids for views that a function gave.
+    That one is added to and scaled in place. For its own leaves autograd copies a gradient that others hold (both terms
+    of a sum have the same one), or that lies differently in memory. Of a DTensor it sees the wrapper only, which is
+    always new. The local tensor is no view then: code of users writes into whole parameters under ``no_grad``, which
+    autograd forbids for views that a function gave.
     """
 
     @staticmethod
