@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
-from lightning_automodel.plans.additions import MIXES_TOKENS, WHOLE_STREAM
+from lightning_automodel.plans.additions import ATTENDS_WITHIN_TOKENS, MIXES_TOKENS, WHOLE_STREAM
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks
 from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart
 
@@ -40,7 +40,8 @@ _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
 _SHAPES = {"view", "reshape"}
 _PASSING = {
     *("last_hidden_state", "hidden_states", "attentions", "past_key_values", "cache", "router_logits", "rope_deltas"),
-    *("image_hidden_states", "audio_hidden_states", "shared_kv_states", "to_tuple", "get", "config", "get_text_config"),
+    *("image_hidden_states", "audio_hidden_states", "image_outputs", "video_outputs", "audio_outputs"),
+    *("shared_kv_states", "to_tuple", "get", "config", "get_text_config"),
     *("text_config", "loss_function", "vocab_size", "slice_logits_to_keep", "isinstance", "int", "slice"),
     *("final_logit_softcapping", "logits_scaling", "logit_scale", "logit_softcap", "logits_mup_width_multiplier"),
     *("unpadded_vocab_size", "torch", "tanh", "float", "math", "sqrt", "to", "device", "dtype", "weight", "shape"),
@@ -257,9 +258,13 @@ def _meets_tokens(module: nn.Module) -> bool:
     if set(ordered_arguments(module)[1:]) - _BESIDE:
         return True
     return any(
-        isinstance(inner, _MIXING) or REGISTRY in names_of(inner) or not keeps_tokens_apart(inner)
+        isinstance(inner, _MIXING) or _attends_to_tokens(inner) or not keeps_tokens_apart(inner)
         for inner in module.modules()
     )
+
+
+def _attends_to_tokens(module: nn.Module) -> bool:
+    return REGISTRY in names_of(module) and ATTENDS_WITHIN_TOKENS.isdisjoint(class_names(module))
 
 
 def names_of(module: nn.Module) -> set[str]:
