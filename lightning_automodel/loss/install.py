@@ -159,6 +159,8 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
             continue
         owner.loss_function = loss
         heads = _linear_heads(_head_of(owner))
+        if deferred and any(map(_has_own_forward, heads)):
+            continue
         shard = _shard_of(heads[0], tp_mesh) if heads else None
         if shard is not None and (deferred or shard.group is not None):
             _install_heads(owner, heads, shard, tp_mesh, config if deferred else None)
@@ -170,12 +172,15 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
 
 
 def _no_head(model: nn.Module) -> str:
-    heads = (_head_of(m) for m in model.modules() if isinstance(m, PreTrainedModel))
-    adapted = any(is_wrapper(head) and not has_copies(head) for head in heads if head is not None)
+    found = (_head_of(m) for m in model.modules() if isinstance(m, PreTrainedModel))
+    heads = [head for head in found if head is not None]
+    adapted = any(is_wrapper(head) and not has_copies(head) for head in heads)
+    own = [class_names(head)[0] for head in heads if _has_own_forward(head)]
+    but = f" (the forward pass of {own[0]} is its own)" if own else " and has no adapter" if adapted else ""
     way_out = "leave the head out of what is adapted, or name it in modules_to_save, or " if adapted else ""
     return (
         f"{type(model).__name__} does not compute transformers' causal loss from one linear head that is whole or cut "
-        f"on the vocabulary{' and has no adapter' if adapted else ''}, which a loss without logits needs; {way_out}use "
+        f"on the vocabulary{but}, which a loss without logits needs; {way_out}use "
         "chunked_loss=None and loss_kernel='torch'"
     )
 
@@ -202,6 +207,11 @@ def _linear_heads(head: Any) -> list[nn.Linear]:
     copies: Any = head.modules_to_save.values() if is_wrapper(head) and has_copies(head) else ()
     found = [unwrapped(head), *copies] if copies else [head]
     return found if all(isinstance(module, nn.Linear) for module in found) else []
+
+
+def _has_own_forward(head: nn.Module) -> bool:
+    """Tells whether a class derived from ``nn.Linear`` may give something else than the product with its weight."""
+    return isinstance(head, nn.Linear) and type(head).forward is not nn.Linear.forward
 
 
 def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:

@@ -3,7 +3,7 @@
 What is computed again sees the parameters, the sequence length, the random numbers and the routes of the forward pass.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -214,13 +214,21 @@ def _off_again(module: nn.Module) -> Context:
 
 def has_cache(kwargs: dict[str, Any]) -> bool:
     """Tells whether a block is called with a cache of keys and values."""
-    return any(kwargs.get(name) is not None for name in _CACHES)
+    return any(value is not None and _is_cache(name, value) for name, value in kwargs.items())
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Removes from a block's arguments the cache of keys and values that transformers' configs ask for by default."""
-    kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    kwargs = {name: None if _is_cache(name, value) else value for name, value in kwargs.items()}
     return kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    """Tells whether an argument is a cache; transformers calls it ``cache`` from 5.24 on.
+
+    In a block of one's own that may be a table of tensors (of rotary embeddings), which stays.
+    """
+    return name in _CACHES or (name == "cache" and not isinstance(value, torch.Tensor | Sequence | Mapping))
 
 
 def is_checkpointed(block: nn.Module) -> bool:

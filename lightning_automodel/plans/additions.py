@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_automodel.plans import diffusion
 
 _FUSED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}  # gate and up; the plan says colwise
+_INKLING = ("Inkling", "Inkling2", "Inkling2Loop")
 _HEAD = {"lm_head": "colwise_gather_output"}  # the plan splits the input: every rank would hold all logits
 
 ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
@@ -29,24 +30,29 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
         **_HEAD,
     },
     "GPTNeoXModel": {"layers.*.attention.query_key_value": "interleaved_colwise"},
-    "InklingTextModel": _FUSED_EXPERTS,
-    "Inkling2TextModel": _FUSED_EXPERTS,
-    "InklingForCausalLM": _HEAD,
-    "InklingForConditionalGeneration": _HEAD,
-    "Inkling2ForCausalLM": _HEAD,
-    "Inkling2ForConditionalGeneration": _HEAD,
+    **dict.fromkeys(("InklingTextModel", "Inkling2TextModel", "Inkling2LoopTextModel"), _FUSED_EXPERTS),
+    **{f"{name}For{task}": _HEAD for name in _INKLING for task in ("CausalLM", "ConditionalGeneration")},
     **diffusion.PLANS,
 }
+
+CORRECTIONS: dict[str, Mapping[str, str]] = {
+    "CodeGenModel": {"h.*.attn.qkv_proj": "interleaved_colwise"},  # query, value and key of each of 4 groups of heads
+}
+"""What takes the place of a rule of the model's own plan, and is no rule where it publishes none (before 5.24)."""
 
 OF_USERS: set[str] = set()
 """Classes whose rules a user registered."""
 
-WHOLE_BETWEEN_BLOCKS = {"Inkling2TextModel"}
+WHOLE_BETWEEN_BLOCKS = {"Inkling2TextModel", "Inkling2LoopTextModel"}
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
 
 MIXES_TOKENS = {"DogeAttention"}
 """Attention modules in which tokens meet beside transformers' registry of attention functions (a mask that is made of
 values): context parallelism gives them the whole sequence."""
+
+ATTENDS_WITHIN_TOKENS = {"Inkling2BlockAttentionResidual", "Inkling2LoopBlockAttentionResidual"}
+"""Modules that call transformers' registry of attention functions over something else than tokens, a token's states
+behind groups of blocks (from 5.24 on): context parallelism leaves them on rows."""
 
 WHOLE_STREAM = {"DiffusionGemmaDecoderModel"}
 """Models whose blocks attend to another sequence beside their own: context parallelism leaves their stream whole."""

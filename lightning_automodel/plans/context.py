@@ -23,22 +23,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
-from lightning_automodel.plans.additions import MIXES_TOKENS, WHOLE_STREAM
+from lightning_automodel.plans.additions import ATTENDS_WITHIN_TOKENS, MIXES_TOKENS, WHOLE_STREAM
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks
 from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 ROWS_OF_ATTENTION = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
 """Arguments of an attention module that hold a row for each query."""
-_STATES = ("past_key_values", "layer_past", "use_cache", "output_attentions", "shared_kv_states")
+_STATES = {"past_key_values", "layer_past", "use_cache", "output_attentions", "shared_kv_states"}
+_CACHE = "cache"
+"""What transformers calls the keys and values of earlier calls from 5.24 on; in code of users it may be anything."""
 _POSITIONS = {"position_embeddings", "position_ids"}
 _BESIDE = {"residual", "input_tensor", *STREAM_ARGUMENTS}
-_ARGUMENTS_OF_BLOCKS = {*STREAM_ARGUMENTS, *ROWS_OF_ATTENTION, *_STATES, "input_ids", "token_type_ids"}
+_ARGUMENTS_OF_BLOCKS = {*STREAM_ARGUMENTS, *ROWS_OF_ATTENTION, "input_ids", "token_type_ids"}
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
 _SHAPES = {"view", "reshape"}
 _PASSING = {
-    *("last_hidden_state", "hidden_states", "attentions", "past_key_values", "router_logits", "rope_deltas"),
-    *("image_hidden_states", "audio_hidden_states", "shared_kv_states", "to_tuple", "get", "config", "get_text_config"),
+    *("last_hidden_state", "hidden_states", "attentions", "past_key_values", "cache", "router_logits", "rope_deltas"),
+    *("image_hidden_states", "audio_hidden_states", "image_outputs", "video_outputs", "audio_outputs"),
+    *("shared_kv_states", "to_tuple", "get", "config", "get_text_config"),
     *("text_config", "loss_function", "vocab_size", "slice_logits_to_keep", "isinstance", "int", "slice"),
     *("final_logit_softcapping", "logits_scaling", "logit_scale", "logit_softcap", "logits_mup_width_multiplier"),
     *("unpadded_vocab_size", "torch", "tanh", "float", "math", "sqrt", "to", "device", "dtype", "weight", "shape"),
@@ -149,7 +152,7 @@ def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: d
         after.add(names[-1])
     layout.lists.append(BlockList(names, after, holder))
     for name, block in blocks.items():
-        unknown = set(ordered_arguments(block)[1:]) - _ARGUMENTS_OF_BLOCKS
+        unknown = set(ordered_arguments(block)[1:]) - _ARGUMENTS_OF_BLOCKS - _states_of(block)
         if not unknown <= handed_to_children(block) or not keeps_tokens_apart(block):
             layout.gathered_blocks.add(name)
             continue
@@ -240,9 +243,14 @@ def treatment_of(child: nn.Module) -> Treatment:
     if REGISTRY not in names_of(child) or inner or any(name in MIXES_TOKENS for name in names):
         return Treatment.GATHERED
     arguments = set(ordered_arguments(child)[1:])
-    known = arguments <= {*ROWS_OF_ATTENTION, *_STATES}
+    known = arguments <= {*ROWS_OF_ATTENTION, *_states_of(child)}
     placed = bool(arguments & _POSITIONS) or "arange" not in names_of(child)
     return Treatment.ATTENTION if known and placed else Treatment.GATHERED
+
+
+def _states_of(module: nn.Module) -> set[str]:
+    """List the arguments of a module that hold no row for each token."""
+    return _STATES | {_CACHE} if is_measured(module) else _STATES
 
 
 def _meets_tokens(module: nn.Module) -> bool:
@@ -250,9 +258,13 @@ def _meets_tokens(module: nn.Module) -> bool:
     if set(ordered_arguments(module)[1:]) - _BESIDE:
         return True
     return any(
-        isinstance(inner, _MIXING) or REGISTRY in names_of(inner) or not keeps_tokens_apart(inner)
+        isinstance(inner, _MIXING) or _attends_to_tokens(inner) or not keeps_tokens_apart(inner)
         for inner in module.modules()
     )
+
+
+def _attends_to_tokens(module: nn.Module) -> bool:
+    return REGISTRY in names_of(module) and ATTENDS_WITHIN_TOKENS.isdisjoint(class_names(module))
 
 
 def names_of(module: nn.Module) -> set[str]:

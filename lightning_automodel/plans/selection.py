@@ -15,7 +15,7 @@ from lightning_automodel.config.values import EXTENDS, check_tp_plan
 from lightning_automodel.distributed.logs import log_once, warn_once
 from lightning_automodel.modules.structure import class_names, find_names_of_ends
 from lightning_automodel.modules.wrappers import without_wrappers
-from lightning_automodel.plans.additions import ADDITIONS, OF_USERS
+from lightning_automodel.plans.additions import ADDITIONS, CORRECTIONS, OF_USERS
 from lightning_automodel.plans.published import published_plan
 from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.plans.sum_terms import MEASURED, package
@@ -100,7 +100,8 @@ _OWN, _REGISTERED, _CUSTOM = "of the model's own plan", "registered for its clas
 def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
     """Returns the rules for ``model`` by where they come from, later ones before earlier ones."""
     rules = _resolve(custom, model)
-    own: dict[str, Rules] = {_OWN: published_plan(model), _REGISTERED: _registered(model)}
+    published = published_plan(model)
+    own: dict[str, Rules] = {_OWN: published, _REGISTERED: _registered(model, published)}
     if not rules:
         return own
     mine: dict[str, Rules] = {_CUSTOM: {rule: style for rule, style in rules.items() if rule != EXTENDS}}
@@ -118,7 +119,8 @@ def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> 
 
 def known_rules(model: nn.Module) -> Rules:
     """Collects what the model publishes and what is registered for its class; empty if the user must bring a plan."""
-    return {**published_plan(model), **_registered(model)}
+    published = published_plan(model)
+    return {**published, **_registered(model, published)}
 
 
 def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
@@ -132,15 +134,20 @@ def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
     return bool(rules) and len(_unused(rules, model)) < len(rules)
 
 
-def _registered(model: nn.Module) -> Rules:
+def _registered(model: nn.Module, published: Rules) -> Rules:
     """Collects rules registered for every module in ``model``, the outermost last: they override those of what they
     hold.
     """
     rules: dict[str, str | ParallelStyle] = {}
     for prefix, module in reversed(list(model.named_modules())):
-        found = next((ADDITIONS[name] for name in class_names(module) if name in ADDITIONS), {})
-        rules |= {f"{prefix}.{rule}" if prefix else rule: style for rule, style in found.items()}
+        rules |= {rule: style for rule, style in _of_class(module, prefix, CORRECTIONS).items() if rule in published}
+        rules |= _of_class(module, prefix, ADDITIONS)
     return rules
+
+
+def _of_class(module: nn.Module, prefix: str, known: Mapping[str, Rules]) -> Rules:
+    found: Rules = next((known[name] for name in class_names(module) if name in known), {})
+    return {f"{prefix}.{rule}" if prefix else rule: style for rule, style in found.items()}
 
 
 def _resolve(custom: Rules | str | None, model: nn.Module) -> Rules:

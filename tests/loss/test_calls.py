@@ -220,6 +220,19 @@ def models_without_a_causal_loss() -> None:
     make(family="bart", tp=1, chunked_loss=4)
 
 
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def heads_with_a_forward_of_their_own() -> None:
+    reference = tiny_model("llama", **LLAMA | {"tie_word_embeddings": False})
+    reference.lm_head.__class__ = Scaled
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    assert_same_step(parallelize(copy.deepcopy(reference), mesh), reference, input_ids=text(), labels=text())
+    parallelize(reference, mesh, FSDP2Config(chunked_loss=4))
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -253,6 +266,10 @@ def test_all_labels_ignored(config: dict[str, Any], tp: int, pool2: Pool) -> Non
     [
         (operations_that_mix_logits, "LlamaForCausalLM calls softmax on its logits.*use chunked_loss=None"),
         (models_without_a_causal_loss, "BartForCausalLM does not compute transformers' causal loss"),
+        (
+            heads_with_a_forward_of_their_own,
+            r"the vocabulary \(the forward pass of Scaled is its own\).*chunked_loss=None",
+        ),
     ],
 )
 def test_models_that_need_their_logits(check: Any, message: str, pool2: Pool) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_automodel.plans.context import (
     Treatment,
@@ -51,6 +53,24 @@ def test_what_is_not_proven_sees_the_whole_sequence() -> None:
     assert treatment_of(nn.LayerNorm(3)) is Treatment.TOKENWISE
 
 
+class Tabulated(nn.Module):
+    """Attention in which ``cache`` is no cache of keys and values."""
+
+    def forward(self, hidden_states: Tensor, cache: Tensor) -> Tensor:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, hidden_states, hidden_states + cache, hidden_states, None)[0]
+
+
+def test_a_cache_of_users_may_be_anything() -> None:
+    assert treatment_of(Tabulated()) is Treatment.GATHERED
+
+
+@pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="this version of transformers does not have it")
+def test_attention_within_a_token_works_on_rows() -> None:
+    layout = derive_context_layout(tiny_model("inkling2_text"))
+    assert "model.layers.1.self_attn" in layout.children
+    assert not {"model.layers.1.attention_input", "model.layers.1.mlp_input"} & layout.children.keys()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +89,7 @@ def test_hidden_states_leave_as_rows_only_to_heads() -> None:
     assert hands_on(model, "model")
     assert not hands_on(model, "lm_head_of_another_name")
     assert derive_context_layout(model).models == {"": True, "model": True}
+    assert all(derive_context_layout(tiny_model("gemma3")).models.values())  # hands on what its tower gave, too
     assert not derive_context_layout(tiny_model("doge")).models[""]  # its head is one of several ways on
 
 

@@ -31,7 +31,7 @@ from lightning_automodel.parallelizer import (
     translate_to_torch_parallel_style,
 )
 from lightning_automodel.plans import select_plan
-from lightning_automodel.plans.additions import ADDITIONS
+from lightning_automodel.plans.additions import ADDITIONS, CORRECTIONS
 from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.plans.torch_styles import ReplicatedWithGradAllReduce, name_of_style
@@ -93,6 +93,16 @@ def test_custom_rules_override_registered_ones_and_those_the_models_own(monkeypa
     assert plan.rules["model.layers.*.mlp.up_proj"] == "colwise"
     assert plan.source == "10 rules: 8 of the model's own plan, 1 registered for its class, 1 of tp_plan"
     assert "extends" not in plan.rules
+
+
+def test_corrections_need_a_rule_of_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {"layers.*.mlp.up_proj": "interleaved_colwise", "layers.*.mlp.other": "colwise"}
+    monkeypatch.setitem(CORRECTIONS, "LlamaModel", rules)
+    monkeypatch.setitem(CORRECTIONS, "OPTModel", {"decoder.layers.*.fc1": "colwise"})
+    plan = select_plan(build_llama())
+    assert plan.rules["model.layers.*.mlp.up_proj"] == "interleaved_colwise"
+    assert "model.layers.*.mlp.other" not in plan.rules
+    assert known_rules(build_opt()) == {}
 
 
 def test_a_custom_plan_replaces_the_models_own_unless_it_extends_it(

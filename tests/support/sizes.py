@@ -96,6 +96,8 @@ TOWER: dict[str, Any] = {
     **dict.fromkeys(("drop_path_rate", "dropout_rate", "projection_dropout", "activation_dropout"), 0.0),
 }
 
+_PADDED = {"vocab_size": 136, "unpadded_vocab_size": 128}
+_INKLING2 = {**_PADDED, "layer_types": ["hybrid_sliding", "hybrid"], "rel_extent": 16}
 _LATENT = {"num_key_value_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
@@ -115,7 +117,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3"),
         _LATENT,
     ),
-    **dict.fromkeys(("youtu", "dots3_note_text", "mistral_large4_text"), _LATENT),
+    **dict.fromkeys(("youtu", "dots3_note_text", "mistral_large4_text", "sarvam_mla"), _LATENT),
     "glm5_next_text": {**_LATENT, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm_ocr_text"), _mrope(4, 4, 4)
@@ -145,6 +147,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
     },
     "mistral4": _LATENT,
+    "hy_v4_vl_text": _mrope(4, 2, 2),
+    "inkling_text": _PADDED,
+    "inkling2_text": _INKLING2,
+    "inkling2_loop_text": {
+        **_INKLING2,
+        "n_layers_per_attn_res_block": 1,
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 16},
+    },
     # families without a plan
     "bamba": {"mamba_n_heads": 12, "mamba_d_head": 16},
     "blt": {"encoder_hash_byte_group_vocab": 64},
@@ -194,6 +204,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     # models that read images
+    "apertus1p5": {"image_token_offset": 104, "audio_token_offset": 120},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 16},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon_vqgan": {
         **{"num_embeddings": 10, "embed_dim": 32, "latent_channels": 32, "resolution": 56, "base_channels": 32},
@@ -248,6 +260,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **_all("muse_glimmer", "muse_spark", out_hidden_size=4 * TOWER_WIDTH),
     "muse_spark_audio": {"patch_sizes": [16, 6], "hidden_sizes": [32, 64], "depths": [1, 1]},
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 588, "seq_len": 16},
+    "hy_v4_vl_vision": {"max_image_size": 56},
     "instructblipvideo": {"video_token_index": 100},
     "pi0": {"loss_reduction": "mean", "max_state_dim": 32, "max_action_dim": 32, "chunk_size": 16},
     "ovis2_vision": {"vocab_size": 64},
@@ -264,6 +277,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "udop": {"decoder_start_token_id": 0, "image_size": 56, "patch_size": 14},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, TOWER_WIDTH]},
     "unlimited_ocr_text": _LATENT,
+    "wavtokenizer_encoder": {"codebook_dim": TOWER_WIDTH, "codebook_size": 8},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "vision-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
 }

@@ -14,7 +14,7 @@ from lightning_automodel.modules.forward import SharedByCopies
 from lightning_automodel.parallel.context.state import Pass, StreamOnRows
 from lightning_automodel.plans.context import ContextLayout
 
-_WHOLE = ("past_key_values", "cache_params", "output_attentions", "use_cache")
+_WHOLE = ("past_key_values", "cache", "cache_params", "output_attentions", "use_cache")
 """Arguments that, if they are given, ask for something that rows do not have: caches of all keys, scores."""
 
 

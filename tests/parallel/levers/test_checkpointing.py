@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import DynamicCache
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
+from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing, has_cache, without_cache
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.exactness.test_composite import build as build_llava
@@ -169,6 +170,15 @@ def test_bytes_on_two_ranks(pool2: Pool) -> None:
     expected = {"full False": STREAM, "full True": STREAM / 2, "submodule True": 2 * STREAM + 2 * STREAM / 2}
     for found in pool2.run(bytes_per_rank):
         assert found == expected
+
+
+def test_a_cache_of_keys_and_values_goes_and_a_table_of_that_name_stays() -> None:
+    for name in ("past_key_values", "cache"):  # transformers' name up to 5.23, and from then on
+        assert has_cache({name: DynamicCache()})
+        assert without_cache({name: DynamicCache(), "use_cache": True}) == {name: None, "use_cache": False}
+    for table in (torch.ones(2), (torch.ones(2), torch.ones(2)), {"cos": torch.ones(2)}):
+        assert not has_cache({"cache": table})
+        assert without_cache({"cache": table})["cache"] is table
 
 
 def test_what_waits_on_the_host() -> None:
