@@ -4,7 +4,7 @@ import atexit
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
@@ -145,6 +146,32 @@ def starts_from_last(trainer: Trainer) -> bool:
 def replace_checkpoint_path(trainer: Trainer, path: str) -> None:
     """Changes what :func:`checkpoint_path_of` gives."""
     vars(trainer._checkpoint_connector)[_SELECTED_PATH] = path
+
+
+def average_rate_search(trainer: Trainer, average: Callable[[Tensor], Tensor]) -> None:
+    """Gives the search of ``Tuner.lr_find`` and ``LearningRateFinder`` what ``average`` makes of each loss.
+
+    Lightning's callback keeps the loss of rank 0, by which the search ends and suggests a rate; nothing public replaces
+    it.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _LRCallback):
+            vars(callback)["on_train_batch_end"] = partial(_end_batch_of_search, callback, average)
+
+
+def _end_batch_of_search(
+    callback: _LRCallback,
+    average: Callable[[Tensor], Tensor],
+    trainer: Trainer,
+    module: LightningModule,
+    outputs: Any,
+    *args: Any,
+) -> None:
+    if isinstance(outputs, Tensor):
+        outputs = average(outputs)
+    elif outputs and "loss" in outputs:
+        outputs = {**outputs, "loss": average(outputs["loss"])}
+    _LRCallback.on_train_batch_end(callback, trainer, module, outputs, *args)
 
 
 def is_accumulating(trainer: Trainer) -> bool:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import (
+    average_rate_search,
     begin_next_epoch,
     bring_own_precision,
     choose_checkpoint_paths,
@@ -188,6 +189,7 @@ class SharedHooks(SavingStrategy):
     @override
     def on_train_start(self) -> None:
         begin_next_epoch(self._trainer)
+        average_rate_search(self._trainer, self.reduce)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()
         warn_of_later_hooks(self._module)
