@@ -1,6 +1,7 @@
 """Private names of Lightning, each with its reason: how a trainer makes its choices, its evaluation loops."""
 
 import atexit
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -126,6 +128,25 @@ def choose_checkpoint_paths(strategy: type, find_last: Callable[[Trainer, Any], 
         return path
 
     _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
+
+
+def read_folders(is_folder: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
+    """Makes ``load_from_checkpoint`` of any module, which has no hook before its file is open, take folders. Once.
+
+    Args:
+        is_folder: tells whether a path or URL is a folder.
+        read: from that, ``map_location`` and ``weights_only``: what a file would hold.
+    """
+    original = saving.pl_load
+    if hasattr(original, "__wrapped__"):
+        return
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path, str | os.PathLike) and is_folder(path):
+            return read(path, map_location, weights_only)
+        return original(path, map_location=map_location, weights_only=weights_only)
+
+    saving.pl_load = update_wrapper(load, original)  # type: ignore[assignment]
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> Any:

@@ -24,6 +24,7 @@ from lightning_automodel._compat.lightning import (
     optimizers_to_device,
 )
 from lightning_automodel._compat.modules import have_gradient_hooks
+from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.strategies import logging as metrics
@@ -53,6 +54,7 @@ class SharedHooks(SavingStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bring_own_precision(SharedHooks, choose_precision)
         choose_checkpoint_paths(SharedHooks, find_last)
+        let_lightning_read_folders()
         super().__init__(*args, **kwargs)
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()

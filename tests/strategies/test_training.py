@@ -21,8 +21,8 @@ from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import (
     HIDDEN,
-    Memory,
     Descending,
+    Memory,
     Recorder,
     batches,
     fit,
