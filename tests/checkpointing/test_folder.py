@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 import threading
-import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -93,28 +92,6 @@ def test_a_save_that_does_not_end_leaves_the_previous_one(pool2: Pool, tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
     remove_checkpoint(Location.of(path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of two checkpoints of one name were mixed: the second run took the folder that the first one wrote into."""
-    monkeypatch.setattr(staging, "_PATIENCE", 0.2)
-    one, same, other = (Staging(Location.of(tmp_path / name)) for name in ("1.ckpt", "1.ckpt", "2.ckpt"))
-    one.begin()
-    (one.folder / "part").write(b"one")
-    with pytest.raises(
-        ValueError, match=r"1\.ckpt is being written by another process; .* \(dirpath of ModelCheckpoint"
-    ):
-        same.begin()
-    other.begin()
-    other.publish(last="meta.pt")
-    if os.fork() == 0:  # a worker of a data loader, which has what is open
-        time.sleep(1)
-        os._exit(0)
-    one.publish(last="meta.pt")
-    assert (tmp_path / "1.ckpt" / "part").read_bytes() == b"one"
-    same.begin()
-    same.publish(last="meta.pt")
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["1.ckpt", "2.ckpt"]
 
 
 def test_an_error_on_rank_0_reaches_all_ranks(pool2: Pool, tmp_path: Path) -> None:
