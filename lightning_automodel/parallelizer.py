@@ -104,7 +104,7 @@ def parallelize(
     Raises:
         ValueError: if ``tp`` does not fit the model, or it has no plan.
     """
-    config = config or FSDP2Config()
+    config = FSDP2Config.chosen(config)
     policy = resolve_mp_policy(config.mp_policy) or mp_policy or MixedPrecisionPolicy()
     names = axis_names or AxisNames()
     setup = FSDP2Setup(config=config, mp_policy=policy, param_dtype=param_dtype, axis_names=names)

@@ -1,10 +1,11 @@
 """Private names of Lightning, each with its reason: how a trainer makes its choices, its evaluation loops."""
 
 import atexit
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimi
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -26,8 +28,9 @@ from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
@@ -127,6 +130,25 @@ def choose_checkpoint_paths(strategy: type, find_last: Callable[[Trainer, Any], 
     _CheckpointConnector._select_ckpt_path = update_wrapper(select, original)  # type: ignore[method-assign]
 
 
+def read_folders(is_folder: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
+    """Makes ``load_from_checkpoint`` of any module, which has no hook before its file is open, take folders. Once.
+
+    Args:
+        is_folder: tells whether a path or URL is a folder.
+        read: from that, ``map_location`` and ``weights_only``: what a file would hold.
+    """
+    original = saving.pl_load
+    if hasattr(original, "__wrapped__"):
+        return
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path, str | os.PathLike) and is_folder(path):
+            return read(path, map_location, weights_only)
+        return original(path, map_location=map_location, weights_only=weights_only)
+
+    saving.pl_load = update_wrapper(load, original)  # type: ignore[assignment]
+
+
 def checkpoint_folder(callback: ModelCheckpoint, trainer: Trainer) -> Any:
     """Returns the folder of ``callback``, which only a private method knows if the user gave none."""
     return callback.dirpath or callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
@@ -145,6 +167,32 @@ def starts_from_last(trainer: Trainer) -> bool:
 def replace_checkpoint_path(trainer: Trainer, path: str) -> None:
     """Changes what :func:`checkpoint_path_of` gives."""
     vars(trainer._checkpoint_connector)[_SELECTED_PATH] = path
+
+
+def average_rate_search(trainer: Trainer, average: Callable[[Tensor], Tensor]) -> None:
+    """Gives the search of ``Tuner.lr_find`` and ``LearningRateFinder`` what ``average`` makes of each loss.
+
+    Lightning's callback keeps the loss of rank 0, by which the search ends and suggests a rate; nothing public replaces
+    it.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _LRCallback):
+            vars(callback)["on_train_batch_end"] = partial(_end_batch_of_search, callback, average)
+
+
+def _end_batch_of_search(
+    callback: _LRCallback,
+    average: Callable[[Tensor], Tensor],
+    trainer: Trainer,
+    module: LightningModule,
+    outputs: Any,
+    *args: Any,
+) -> None:
+    if isinstance(outputs, Tensor):
+        outputs = average(outputs)
+    elif outputs and "loss" in outputs:
+        outputs = {**outputs, "loss": average(outputs["loss"])}
+    _LRCallback.on_train_batch_end(callback, trainer, module, outputs, *args)
 
 
 def is_accumulating(trainer: Trainer) -> bool:

@@ -14,9 +14,8 @@ from lightning_automodel.checkpointing.adapters import merged, tensors_of_base, 
 from lightning_automodel.checkpointing.dcp import StoredTensor
 from lightning_automodel.checkpointing.description import Description, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
-from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.names import prefix_of
-from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.reading import read_sound
 from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.logs import log, logger
@@ -61,7 +60,7 @@ def export(
     parse_size(max_shard_size)
     kind = None if dtype is None else floating_dtype(dtype)
     path = Location.of(checkpoint)
-    content = _read(path, weights_only)
+    content = read_sound(path, weights_only)
     description = _choose(content, model, config, path)
     found = _read_tokenizer(tokenizer or description.source, is_wanted=tokenizer is not None)
     state = {clean_name(name): value for name, value in content["state_dict"].items()}
@@ -77,7 +76,7 @@ def export(
 
 
 def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite: bool = False) -> None:
-    """Writes a checkpoint folder as one plain Lightning file, which load_from_checkpoint and any Trainer read.
+    """Writes a checkpoint folder as one plain Lightning file, which any Trainer reads.
 
     Args:
         checkpoint: folder or URL.
@@ -90,7 +89,7 @@ def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite
         raise ValueError(f"{file} is a folder; give the name of a file")
     if not overwrite and target.is_file():
         raise ValueError(f"{file} is there already; give another name, or --overwrite=true to replace it")
-    content = _read(path, weights_only)
+    content = read_sound(path, weights_only)
     with tempfile.TemporaryDirectory(dir=target.parent.path if target.is_local else None) as directory:
         tensors: dict[StoredTensor, Tensor] = {}
         content["optimizer_states"] = [_numbered(state) for state in content.get("optimizer_states", [])]
@@ -98,12 +97,6 @@ def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite
             del content["optimizer_states"]
         TorchCheckpointIO().save_checkpoint(_loaded(content, Path(directory), tensors), str(target))
     log(f"wrote {target}: {target.size() / 1e6:,.1f} MB")
-
-
-def _read(path: Location, weights_only: bool) -> dict[str, Any]:
-    if path.exists():
-        verify(path)
-    return read_checkpoint(path, weights_only)
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------

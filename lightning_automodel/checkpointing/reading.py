@@ -7,6 +7,7 @@ import torch
 
 from lightning_automodel.checkpointing.dcp import list_tensors
 from lightning_automodel.checkpointing.folder import ALIASES, METADATA, TREES, Checkpoint
+from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.storage import Location
 
 
@@ -32,8 +33,19 @@ def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpo
         raise ValueError(
             f"{path} holds objects that weights_only=True refuses, since loading them can run code. If you trust where "
             "the checkpoint comes from, load it with trainer.fit(..., ckpt_path=..., weights_only=False) (validate, "
-            f"test and predict alike). What was refused: {error}"
+            f"test, predict and load_from_checkpoint alike). What was refused: {error}"
         ) from error
+
+
+def read_sound(path: Location, weights_only: bool | None = None) -> Checkpoint:
+    """Reads a checkpoint as :func:`read_checkpoint` does, once all of it is known to be what was written.
+
+    Raises:
+        ValueError: naming a file that is damaged.
+    """
+    if path.exists():
+        verify(path)
+    return read_checkpoint(path, weights_only)
 
 
 def refuse_part(path: Location) -> None:

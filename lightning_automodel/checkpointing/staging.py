@@ -5,16 +5,19 @@
     FOLDER/.incomplete/NAME.ckpt    while it is written; locked by the process that writes
     FOLDER/NAME.ckpt                renamed when complete; what was there before takes the other name
 
-What a process that died has left in ``.incomplete`` is deleted by the next save into FOLDER: its lock is free.
+What a process that died has left in ``.incomplete`` is deleted by the next save into FOLDER: its lock is free. Two runs
+may save into one FOLDER, by other names.
 """
 
 import fcntl
+import time
 from typing import IO, Any
 
 from lightning_automodel.checkpointing.storage import Location
 
 _INCOMPLETE = ".incomplete"
 _LOCK = ".lock"
+_PATIENCE = 10.0  # seconds; data loader workers hold the lock of a process that died until they see it, in 5
 
 
 class Staging:
@@ -30,7 +33,12 @@ class Staging:
         self._lock: IO[Any] | None = None
 
     def begin(self) -> None:
-        """Makes an empty folder, and deletes what dead processes left beside it."""
+        """Makes an empty folder, and deletes what dead processes left beside it.
+
+        Raises:
+            ValueError: if a living process writes a checkpoint of this name, whose parts would be mixed with ours.
+        """
+        _wait_for_other_writers(self.folder, self.target)
         _delete_leftovers(self.folder.parent)
         self.folder.remove()
         self.folder.make_folder()
@@ -42,8 +50,6 @@ class Staging:
         Args:
             last: name of the file that makes it complete, for object stores, which have no names of folders to change.
         """
-        self._unlock()
-        (self.folder / _LOCK).remove()
         if self.target.exists() and self.folder.swap(self.target):
             self.folder.remove()
         else:
@@ -51,6 +57,8 @@ class Staging:
             self.folder.move_to(self.target, last)
             if aside is not None:
                 aside.remove()
+        (self.target / _LOCK).remove()
+        self._unlock()
         _remove_if_empty(self.folder.parent)
 
     def publish_file(self, file: Location) -> None:
@@ -69,6 +77,7 @@ class Staging:
 
     def _unlock(self) -> None:
         if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes forked meanwhile hold it, too
             self._lock.close()
             self._lock = None
 
@@ -92,16 +101,49 @@ def _set_aside(path: Location) -> Location:
 
 
 def _lock(folder: Location) -> IO[Any] | None:
-    """Opens a file that is locked until it is closed or its process ends; ``None`` where files cannot be locked."""
+    """Opens a file that is locked until it is closed or its process ends; ``None`` where files cannot be locked.
+
+    Raises:
+        BlockingIOError: if another process holds the lock.
+    """
     if not folder.is_local:
         return None
     file = (folder / _LOCK).open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         file.close()
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return file
+
+
+def _wait_for_other_writers(folder: Location, target: Location) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while _is_held(folder):
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{target} is being written by another process; two runs cannot save checkpoints of the same name into "
+                "one folder: give each its own (dirpath of ModelCheckpoint)"
+            )
+        time.sleep(0.1)
+
+
+def _is_held(folder: Location) -> bool | None:
+    """Tell whether another process writes there; ``None`` where files cannot be locked, so that nobody knows."""
+    if not (folder.is_local and (folder / _LOCK).is_file()):
+        return False
+    try:
+        file = _lock(folder)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    if file is None:
+        return None
+    file.close()
+    return False
 
 
 def _delete_leftovers(folder: Location) -> None:
@@ -109,17 +151,8 @@ def _delete_leftovers(folder: Location) -> None:
         return
     for name in folder.names():
         leftover = folder / name
-        is_locked = (leftover / _LOCK).is_file() and not _is_free(leftover)
-        if not is_locked:
+        if _is_held(leftover) is False:
             leftover.remove()
-
-
-def _is_free(folder: Location) -> bool:
-    file = _lock(folder)
-    if file is None:
-        return False
-    file.close()
-    return True
 
 
 def _remove_if_empty(folder: Location) -> None:

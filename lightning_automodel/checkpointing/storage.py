@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -135,7 +135,9 @@ class Location:
         if self.is_link():
             Path(self.path).unlink()
         elif self.is_local and Path(self.path).is_dir():
-            shutil.rmtree(self.path)
+            while Path(self.path).is_dir():
+                with suppress(FileNotFoundError):  # another run deletes the same
+                    shutil.rmtree(self.path)
         elif self._fresh.exists(self.path):
             self.files.rm(self.path, recursive=True)
 

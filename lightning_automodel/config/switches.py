@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -44,6 +44,18 @@ class StageSwitches:
     compile_backend: str = "inductor"
     compile_dynamic: bool | None = None
     autocast_dtype: torch.dtype | str | None = None
+
+    @classmethod
+    def chosen(cls, config: Self | None) -> Self:
+        """Return ``config``, or all defaults where it is ``None``.
+
+        Raises:
+            TypeError: for another class: switches that it lacks would silently be off, or at other defaults.
+        """
+        if config is None or isinstance(config, cls):
+            return config or cls()
+        example = f"{cls.__name__}(**{config!r})" if isinstance(config, dict) else f"{cls.__name__}(...)"
+        raise TypeError(f"config is a {type(config).__name__}, and must be a {cls.__name__}; use config={example}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields by name; values are not copied."""

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.finetuning.adapters import adapter_config, add_adapter, freeze, report_trainable
 from lightning_automodel.finetuning.pretrained import check_vocabulary, looked_up, of_lookup, read_config
 from lightning_automodel.finetuning.rows import IGNORED
@@ -204,19 +205,10 @@ class CausalLM(L.LightningModule):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Loads one file, as Lightning does; the base of an adapter comes from ``model``.
-
-        Raises:
-            ValueError: for a checkpoint that is a folder.
-        """
-        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
-            raise ValueError(
-                f"{checkpoint_path} is a folder, and load_from_checkpoint reads checkpoints in one file; make one by "
-                f"`lightning-automodel consolidate {checkpoint_path} FILE`, or save such by the strategy's "
-                "save_distributed_checkpoint=False; ckpt_path of a trainer takes folders"
-            )
-        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
+        """Loads a checkpoint of either kind, as Lightning does; the base of an adapter comes from ``model``."""
+        let_lightning_read_folders()
+        return super().load_from_checkpoint(*args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps the number of tokens seen, and those of a step that is not complete."""

@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import (
+    average_rate_search,
     begin_next_epoch,
     bring_own_precision,
     choose_checkpoint_paths,
     optimizers_to_device,
 )
 from lightning_automodel._compat.modules import have_gradient_hooks
+from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.strategies import logging as metrics
@@ -52,6 +54,7 @@ class SharedHooks(SavingStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bring_own_precision(SharedHooks, choose_precision)
         choose_checkpoint_paths(SharedHooks, find_last)
+        let_lightning_read_folders()
         super().__init__(*args, **kwargs)
         self._agreement = BatchAgreement()
         self._evaluation = EvenEvaluation()
@@ -188,6 +191,7 @@ class SharedHooks(SavingStrategy):
     @override
     def on_train_start(self) -> None:
         begin_next_epoch(self._trainer)
+        average_rate_search(self._trainer, self.reduce)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()
         warn_of_later_hooks(self._module)

@@ -86,7 +86,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
                     f"DDPStrategy({name}={size}): every process keeps the whole model and its own share of the samples,"
                     f" and there is no axis of another kind; use FSDP2TPStrategy({name}={size}), or leave {name} out"
                 )
-        self.config = config or DDPConfig()
+        self.config = DDPConfig.chosen(config)
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._readers: ProcessGroup | None = None
         super().__init__(

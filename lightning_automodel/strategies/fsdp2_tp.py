@@ -95,7 +95,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     ) -> None:
         if pp != 1:
             raise ValueError(f"FSDP2TPStrategy(pp={pp}): there is no pipeline parallelism; use tp, ep, cp and dp_shard")
-        self.config = config or FSDP2Config()
+        self.config = FSDP2Config.chosen(config)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend or self.config.backend,

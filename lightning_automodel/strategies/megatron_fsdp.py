@@ -91,7 +91,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         _refuse_sizes({"cp": cp, "dp_replicate": dp_replicate, "pp": pp, "ep": ep})
         if not HAVE_MEGATRON_FSDP:
             raise ValueError(f"{NOT_INSTALLED}, or use FSDP2TPStrategy")
-        self.config = config or MegatronFSDPConfig()
+        self.config = MegatronFSDPConfig.chosen(config)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend or self.config.backend,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
+from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.conversion import consolidate, export
 from lightning_automodel.checkpointing.hugging_face import write_pretrained
 from lightning_automodel.checkpointing.reading import read_checkpoint
@@ -102,8 +103,11 @@ def test_out_of_a_folder(nursery: Nursery, pool2: Pool, tmp_path: Path, caplog: 
     assert half.dtype == torch.bfloat16
     assert all(torch.equal(p, trained[f"model.{name}"].bfloat16()) for name, p in half.named_parameters())
     main(["consolidate", path, str(tmp_path / "one.ckpt")])
-    module = Recorder.load_from_checkpoint(tmp_path / "one.ckpt")
-    assert all(torch.equal(p, trained[name]) for name, p in module.named_parameters())
+    FSDP2TPStrategy()  # from which on load_from_checkpoint takes folders
+    for each in (path, tmp_path / "one.ckpt"):
+        module = Recorder.load_from_checkpoint(each)
+        assert all(torch.equal(p, trained[name]) for name, p in module.named_parameters())
+        assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
     pool1 = Pool(nursery, 1)
     runs = [pool1.run(resume_plainly, p, tmp_path / "x", trainer=True)[0] for p in (path, tmp_path / "one.ckpt")]
     assert runs[0]["losses"] == runs[1]["losses"]

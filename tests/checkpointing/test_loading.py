@@ -12,7 +12,15 @@ from torch import Tensor
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Pool
-from tests.support.training import HIDDEN, VOCABULARY, Recorder, batches, fit, make_trainer, whole_parameters
+from tests.support.training import (
+    HIDDEN,
+    VOCABULARY,
+    Recorder,
+    batches,
+    fit,
+    make_trainer,
+    whole_parameters,
+)
 
 
 def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -249,3 +257,28 @@ def test_a_hook_that_is_not_called_is_named(pool2: Pool, tmp_path: Path) -> None
     (said,) = pool2.run(load_with_hook, tmp_path, trainer=True)[0]
     assert said.startswith("model has a hook before load_state_dict (halve)")
     assert "on_load_checkpoint" in said
+
+
+# ---- without a strategy ----------------------------------------------------------------------------------------------
+
+
+class Scaled(Recorder):
+    """Has a hyperparameter."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_load_from_checkpoint_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    module, run = Scaled(scale=3.0), make_trainer({}, max_steps=1)
+    run.fit(module, batches(1))
+    run.save_checkpoint(tmp_path / "folder.ckpt")
+    loaded = Scaled.load_from_checkpoint(tmp_path / "folder.ckpt")
+    assert loaded.hparams["scale"] == 3.0
+    expected = whole_parameters(module)
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
+    assert (tmp_path / "folder.ckpt" / "meta.pt").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"folder.ckpt/meta.pt is damaged"):
+        Scaled.load_from_checkpoint(tmp_path / "folder.ckpt")

@@ -15,7 +15,7 @@ from lightning_automodel.callbacks import TQDMStepBar
 from lightning_automodel.finetuning import CausalLM, TextDataModule, WarmupCosine
 from lightning_automodel.finetuning.loader import ResumableLoader
 from lightning_automodel.testing.pool import Pool
-from tests.support.training import SaveAfter
+from tests.support.training import SaveAfter, whole_parameters
 
 Batch = dict[str, torch.Tensor]
 
@@ -189,19 +189,20 @@ def test_a_step_that_was_interrupted_weighs_all_its_tokens(pool2: Pool, model_di
 LORA = {"r": 3, "target_modules": "all-linear"}
 
 
-def _adapt(model_dir: Path, directory: Path) -> dict[str, torch.Tensor]:
+def _adapt(model_dir: Path, directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    trained = {}
     for name, distributed in (("folder", True), ("file", False)):
         module = CausalLM(str(model_dir), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), lr_scheduler=None, peft=LORA)
         strategy = FSDP2TPStrategy(tp=2, save_distributed_checkpoint=distributed)
         trainer = _trainer(directory, devices=2, strategy=strategy, max_steps=1, enable_checkpointing=False)
         trainer.fit(module, _loader(_batches()))
         trainer.save_checkpoint(directory / name)
-    return {name: p.full_tensor().detach() for name, p in module.named_parameters()}
+        trained[name] = whole_parameters(module)
+    return trained
 
 
 def test_load_from_checkpoint_adds_the_base_of_an_adapter(pool2: Pool, model_dir: Path, tmp_path: Path) -> None:
     expected = pool2.run(_adapt, model_dir, tmp_path, trainer=True)[0]
-    loaded = CausalLM.load_from_checkpoint(tmp_path / "file", model=str(model_dir), peft=LORA)
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
-    with pytest.raises(ValueError, match=r"folder is a folder.*lightning-automodel consolidate"):
-        CausalLM.load_from_checkpoint(tmp_path / "folder", model=str(model_dir))
+    for kind in ("file", "folder"):
+        loaded = CausalLM.load_from_checkpoint(tmp_path / kind, model=str(model_dir), peft=LORA)
+        assert all(torch.equal(value, expected[kind][name]) for name, value in loaded.named_parameters())

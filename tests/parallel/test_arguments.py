@@ -9,7 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from lightning_automodel import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from lightning_automodel import (
+    DDPConfig,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2TPStrategy,
+    MegatronFSDPConfig,
+    MegatronFSDPStrategy,
+)
 from lightning_automodel.distributed import logs
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import (
@@ -24,6 +31,24 @@ from lightning_automodel.testing.pool import Pool
 from tests.plans.support import build_llama, build_opt
 
 RULE = "model.layers.*.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "message"),
+    [
+        (
+            FSDP2TPStrategy,
+            DDPConfig(),
+            r"config is a DDPConfig, and must be a FSDP2Config; use config=FSDP2Config\(\.\.\.",
+        ),
+        (MegatronFSDPStrategy, FSDP2Config(), "config is a FSDP2Config, and must be a MegatronFSDPConfig"),
+        (DDPStrategy, {"chunked_loss": 3}, r"config is a dict, .*; use config=DDPConfig\(\*\*{'chunked_loss': 3}\)"),
+    ],
+)
+def test_configs_of_another_strategy(strategy: Any, config: Any, message: str) -> None:
+    """Switches that a class lacks would be off: a MegatronFSDPConfig was taken by FSDP2TPStrategy."""
+    with pytest.raises(TypeError, match=message):
+        strategy(config=config)
 
 
 @pytest.mark.parametrize("kind", [FSDP2Config, MegatronFSDPConfig])
