@@ -39,12 +39,12 @@ class ParameterSwap:
     copy exchanges its own parameters.
 
     Args:
-        stored: the class of the tensors that are exchanged; what is of another class was exchanged by an outer call, or
-            by code of the user's, which is refused in the place of a DTensor: nothing would cut it.
+        stored: the class of the tensors that are exchanged; what is of another class was exchanged by an outer call.
+        refuses_others: or by the user, which is an error then.
     """
 
-    def __init__(self, stored: type[Tensor] = nn.Parameter) -> None:
-        self._stored = stored
+    def __init__(self, stored: type[Tensor] = nn.Parameter, refuses_others: bool = False) -> None:
+        self._stored, self._refuses_others = stored, refuses_others
         self._entries: list[tuple[_Table, str, Compute]] = []
         self._owners: set[nn.Module] = set()
         self._adapted: list[tuple[_Table, str]] = []  # put into themselves by what adapts them, in every pass
@@ -95,7 +95,7 @@ class ParameterSwap:
         for table, name, compute in self._entries:
             parameter = table[name]
             if not isinstance(parameter, self._stored):
-                if module is not None and self._stored is DTensor and not hasattr(parameter, _EXCHANGED):
+                if module is not None and self._refuses_others and not hasattr(parameter, _EXCHANGED):
                     _swap_out(swapped)
                     raise ValueError(describe_replaced(module, table, name))
                 continue
@@ -129,8 +129,9 @@ def _is_stored_whole(parameter: Tensor, seen: Tensor) -> bool:
 
 def describe_replaced(model: nn.Module, table: _Table, name: str) -> str:
     """Return what is wrong with a tensor that stands in the place of a sharded parameter, and the way out."""
+    path = _path(model, table, name)
     return (
-        f"{class_names(model)[0]} is called with another tensor in the place of its parameter {_path(model, table, name)}"
+        f"{class_names(model)[0]} is called with another tensor in the place of its parameter {path}"
         " (torch.func.functional_call, or an assignment): the parameter is sharded, and the forward pass gathers or "
         "cuts what is stored, so the tensor would be left out, or used whole where a rank computes a part. Change the "
         "parameter itself (parameter.data = value, or in place, within torch.no_grad()), or use DDPStrategy, which "
