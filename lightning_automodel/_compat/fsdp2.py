@@ -206,6 +206,24 @@ def disagreeing_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield held.sharded_param
 
 
+def replaced_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields modules that have another tensor in the place of a parameter that FSDP2 shards, with the parameter's name.
+
+    FSDP2 puts its own there in the forward pass.
+    """
+    held = (held for unit in fsdp_units(model) for group in parameter_groups(unit) for held in group.fsdp_params)
+    for one in held:
+        owner, name = one._module_info.module, one._module_info.param_name
+        there = owner._parameters.get(name)
+        if there is not one.sharded_param and there is not None and not _is_gathered(one, there):
+            yield owner, name
+
+
+def _is_gathered(held: Any, tensor: Tensor) -> bool:
+    copies = (getattr(held, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+    return any(tensor is copy for copy in copies)
+
+
 def holds_partial_sums(unit: FSDPModule) -> bool:
     """Tells whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
     return any(group._partial_reduce_output is not None for group in parameter_groups(unit))

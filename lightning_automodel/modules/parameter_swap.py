@@ -27,6 +27,7 @@ from lightning_automodel.modules.writes import State, Writes
 Compute = Callable[[Any], Tensor]
 """A stored parameter to the tensor that the forward pass sees, with autograd."""
 
+_EXCHANGED = "_is_in_the_place_of_a_parameter"
 _Table = dict[str, Any]
 _Swapped = list[tuple[_Table, str, Tensor, State]]
 
@@ -39,10 +40,11 @@ class ParameterSwap:
 
     Args:
         stored: the class of the tensors that are exchanged; what is of another class was exchanged by an outer call.
+        refuses_others: or by the user, which is an error then.
     """
 
-    def __init__(self, stored: type[Tensor] = nn.Parameter) -> None:
-        self._stored = stored
+    def __init__(self, stored: type[Tensor] = nn.Parameter, refuses_others: bool = False) -> None:
+        self._stored, self._refuses_others = stored, refuses_others
         self._entries: list[tuple[_Table, str, Compute]] = []
         self._owners: set[nn.Module] = set()
         self._adapted: list[tuple[_Table, str]] = []  # put into themselves by what adapts them, in every pass
@@ -66,7 +68,7 @@ class ParameterSwap:
                 wrapper.register_forward_hook(put_back, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
-        self._running.append(self._swap_in())
+        self._running.append(self._swap_in(module))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._running:  # nothing, if a hook before raised
@@ -87,15 +89,19 @@ class ParameterSwap:
         finally:
             _swap_out(swapped)
 
-    def _swap_in(self) -> _Swapped:
+    def _swap_in(self, module: nn.Module | None = None) -> _Swapped:
         computed: dict[Tensor, Tensor] = {}
         swapped: _Swapped = []
         for table, name, compute in self._entries:
             parameter = table[name]
             if not isinstance(parameter, self._stored):
+                if module is not None and self._refuses_others and not hasattr(parameter, _EXCHANGED):
+                    _swap_out(swapped)
+                    raise ValueError(describe_replaced(module, table, name))
                 continue
             if parameter not in computed:
                 computed[parameter] = compute(parameter)
+                setattr(computed[parameter], _EXCHANGED, True)
             table[name] = computed[parameter]
             swapped.append((table, name, parameter, self._writes.before((id(table), name), computed[parameter])))
         return swapped
@@ -121,15 +127,30 @@ def _is_stored_whole(parameter: Tensor, seen: Tensor) -> bool:
     return seen.shape == parameter.shape and seen.data_ptr() == stored.data_ptr()
 
 
-def _message(module: nn.Module, table: _Table, name: str) -> str:
-    owner = next((path for path, part in module.named_modules() if own_parameters(part) is table), "")
-    path = f"{owner}.{name}".removeprefix(".")
+def describe_replaced(model: nn.Module, table: _Table, name: str) -> str:
+    """Return what is wrong with a tensor that stands in the place of a sharded parameter, and the way out."""
+    path = _path(model, table, name)
     return (
-        f"the forward pass of {class_names(module)[0]} writes into its parameter {path}, in the place of which it sees "
-        "another tensor (a slice of tensor parallelism, a copy in a narrower dtype): the parameter, which the "
-        "optimizer and checkpoints have, would keep what was there before, or get what a slice alone gives. Compute "
-        "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
-        "between two steps, in on_train_batch_start"
+        f"{class_names(model)[0]} is called with another tensor in the place of its parameter {path}"
+        " (torch.func.functional_call, or an assignment): the parameter is sharded, and the forward pass gathers or "
+        "cuts what is stored, so the tensor would be left out, or used whole where a rank computes a part. Change the "
+        "parameter itself (parameter.data = value, or in place, within torch.no_grad()), or use DDPStrategy, which "
+        "takes any tensor"
+    )
+
+
+def _path(model: nn.Module, table: _Table, name: str) -> str:
+    owner = next((path for path, part in model.named_modules() if own_parameters(part) is table), "")
+    return f"{owner}.{name}".removeprefix(".")
+
+
+def _message(module: nn.Module, table: _Table, name: str) -> str:
+    return (
+        f"the forward pass of {class_names(module)[0]} writes into its parameter {_path(module, table, name)}, in the "
+        "place of which it sees another tensor (a slice of tensor parallelism, a copy in a narrower dtype): the "
+        "parameter, which the optimizer and checkpoints have, would keep what was there before, or get what a slice "
+        "alone gives. Compute another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as "
+        "it is; or change it between two steps, in on_train_batch_start"
     )
 
 

@@ -7,8 +7,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
-from lightning_automodel._compat.fsdp2 import disagreeing_parameters, fsdp_units, is_kept_gathered
+from lightning_automodel._compat.fsdp2 import (
+    disagreeing_parameters,
+    fsdp_units,
+    is_kept_gathered,
+    replaced_parameters,
+)
 from lightning_automodel.distributed.second_order import refuse_second_order
+from lightning_automodel.modules.parameter_swap import describe_replaced
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
@@ -39,7 +45,9 @@ class _TakesData:
 
 
 def _check_trained(model: nn.Module, args: tuple) -> None:
-    """Check that what is gathered trains what is to be trained: a forward pre-hook."""
+    """Check that what is gathered trains what is to be trained, and is what the modules have: a forward pre-hook."""
+    for owner, name in replaced_parameters(model):
+        raise ValueError(describe_replaced(model, owner._parameters, name))
     if next(disagreeing_parameters(model), None) is not None:
         raise ValueError(
             f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its backward "

@@ -135,11 +135,16 @@ def derive_context_layout(model: nn.Module) -> ContextLayout:
 
 
 def _holders_that_stay_whole(model: nn.Module, lists: list[str]) -> set[str]:
-    """Find models that run several lists in turns, and so compute with the stream between blocks, or are known to."""
+    """Find models that run several lists in turns, and so compute with the stream between blocks, or are known to.
+
+    And those that run blocks behind a model inside of them that does (ViTMAE's decoder): that is another sequence.
+    """
     parents = [list_name.rpartition(".")[0] for list_name in lists]
     holders = {parent: _model_around(model, parent) for parent in parents}
     known = {name for name in holders.values() if WHOLE_STREAM & set(class_names(model.get_submodule(name)))}
-    return known | {holders[parent] for parent in parents if parents.count(parent) > 1}
+    found = set(holders.values())
+    nested = {outer for outer in found for inner in found - {outer} if outermost([outer], inner) or not outer}
+    return known | nested | {holders[parent] for parent in parents if parents.count(parent) > 1}
 
 
 def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: dict[str, nn.Module]) -> None:

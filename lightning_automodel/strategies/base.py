@@ -38,7 +38,7 @@ from lightning_automodel.strategies.data.samplers import check_training_lengths,
 from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.faults.preemption import Preemption
 from lightning_automodel.strategies.finite import FiniteGuard
-from lightning_automodel.strategies.last_gradients import LastGradients
+from lightning_automodel.strategies.last_gradients import LastGradients, read_between_micro_batches
 from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
@@ -60,6 +60,7 @@ class SharedHooks(SavingStrategy):
         self._evaluation = EvenEvaluation()
         self._preemption = Preemption()
         self._last_gradients = LastGradients()
+        self._reads_between = False
 
     @abstractmethod
     def build_parallel(self, module: "pl.LightningModule") -> None:
@@ -197,6 +198,7 @@ class SharedHooks(SavingStrategy):
         warn_of_later_hooks(self._module)
         self._agreement.start()
         self.return_gradients()
+        self._reads_between = read_between_micro_batches(self._module, self._callbacks)
         self._last_gradients.start(self._trainer, self._module, self.optimizers)
         tell_start(self._trainer, self._module, self.sizes, self.config)
 

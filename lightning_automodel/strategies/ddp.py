@@ -30,6 +30,7 @@ from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
 from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
 
 _PREPARED = "_prepared_for_ddp"
@@ -179,6 +180,10 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the gradients of backward passes on their rank, within this context."""
+        if self._reads_between:
+            warn_once(REDUCED_EACH_TIME)
+            yield
+            return
         if not self.config.static_graph:
             with super().block_backward_sync():
                 yield

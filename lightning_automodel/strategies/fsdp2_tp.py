@@ -1,7 +1,7 @@
 """The Lightning strategy for tensor parallelism with FSDP2: hooks that call the parallelizer."""
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
 from lightning_automodel.strategies.submodels import (
     Submodel,
@@ -212,7 +213,10 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         micro-batch (``defer_fsdp_grad_sync``), or at least not over the replicas.
         """
         assert self.model is not None
-        with gradients_held(self.model, self.config.defer_fsdp_grad_sync and not self._runs_hooks):
+        if self._reads_between:
+            warn_once(REDUCED_EACH_TIME)
+        each = self._reads_between or self._runs_hooks
+        with nullcontext() if each else gradients_held(self.model, self.config.defer_fsdp_grad_sync):
             yield
 
     @override

@@ -6,6 +6,7 @@ forward and loss, where memory peaks. A loop by hand clears them behind its step
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.modules import hooks_of
 from lightning_automodel.modules.reachable_code import is_of_library, names_in, objects_of, reachable_code, strings_in
+
+REDUCED_EACH_TIME = "on_after_backward names gradients, so they are reduced at every micro-batch"
 
 
 class LastGradients:
@@ -63,9 +66,21 @@ def may_read_gradients(module: "pl.LightningModule", others: Iterable[object] = 
     forwards += [
         vars(kind)[name] for kind in map(type, held) if not is_of_library(kind) for name in _UNNAMED & vars(kind).keys()
     ]
+    return _name_gradients([module.training_step, *forwards], kinds)
+
+
+def read_between_micro_batches(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:
+    """Tell whether a hook that runs behind the backward pass of each micro-batch names gradients of parameters."""
+    own: list[Any] = [thing for thing in (module, *callbacks) if is_overridden("on_after_backward", thing)]
+    parts = (part for module_ in module.modules() for part in (module_, *vars(module_).values()))
+    kinds = {type(thing) for thing in objects_of([*own, *parts])} if own else set()
+    return _name_gradients([thing.on_after_backward for thing in own], kinds)
+
+
+def _name_gradients(functions: Iterable[Callable[..., object]], kinds: Iterable[type]) -> bool:
     return any(
         "grad" in strings_in(code) or any(map(_is_of_gradients, names_in(code)))
-        for code in reachable_code([module.training_step, *forwards], kinds)
+        for code in reachable_code(functions, kinds)
     )
 
 

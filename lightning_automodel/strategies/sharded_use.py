@@ -12,15 +12,17 @@ _WRITTEN = (
     "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
     "between two steps, in on_train_batch_start"
 )
+_OUTSIDE = (
+    "a part of a sharded model, or one of its parameters, meets plain tensors outside of the model's own forward pass, "
+    "which alone gathers them. Call the model itself, or put what uses the part into an nn.Module whose forward uses "
+    "it; of a parameter take parameter.full_tensor(), before the model is called (for a penalty on weights, or "
+    "functional.embedding(ids, embedding.weight.full_tensor()), for example)"
+)
 _INSTEAD = {
     "Output 0 of _ToTorchTensor is a view and its base or another view of its base has been modified": _WRITTEN,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
-    "got mixed torch.Tensor and DTensor": (
-        "a part of a sharded model, or one of its parameters, meets plain tensors outside of the model's own forward "
-        "pass, which alone gathers them. Call the model itself, or put what uses the part into an nn.Module whose "
-        "forward uses it; of a parameter take parameter.full_tensor(), before the model is called (for a penalty on "
-        "weights, or functional.embedding(ids, embedding.weight.full_tensor()), for example)"
-    ),
+    "got mixed torch.Tensor and DTensor": _OUTSIDE,
+    "on inputs with different meshes": _OUTSIDE,  # of units that are gathered behind a forward pass, and others
     "Sharding propagation failed for aten.view": (
         "the shards of a parameter or gradient are not those of its flattened form; compute with each tensor alone, or "
         "flatten tensor.full_tensor(), which all ranks have to call"

@@ -2,7 +2,7 @@
 
 import pytest
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, ViTMAEConfig, ViTMAEForPreTraining
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_automodel.plans.context import (
@@ -32,6 +32,13 @@ def test_kinds_of_children(family: str) -> None:
     found = {type(model.get_submodule(name)).__name__: kind.name for name, kind in layout.children.items()}
     assert found.items() >= KINDS[family].items()
     assert all(name.endswith(("Attention", "DeltaNet", "Conv")) for name in found)
+
+
+def test_blocks_behind_a_model_that_has_blocks_see_another_sequence() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    decoder = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    layout = derive_context_layout(ViTMAEForPreTraining(ViTMAEConfig(image_size=16, patch_size=4, **sizes, **decoder)))
+    assert [entry.holder for entry in layout.lists] == ["vit"]
 
 
 class Shifts(nn.Module):

@@ -191,6 +191,18 @@ class HookedLater(Steps):
         self.model.model.norm.weight.register_post_accumulate_grad_hook(halve)
 
 
+class BehindEachBackward(Steps):
+    """Changes gradients behind the backward pass of each micro-batch, in no way that a later one could make good."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def on_after_backward(self) -> None:
+        for gradient in (parameter.grad for parameter in self.parameters()):
+            assert gradient is not None
+            gradient.clamp_(-1e-3, 1e-3)
+
+
 class Unfreezing(BaseFinetuning):
     """One block more in each epoch."""
 
@@ -231,7 +243,19 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     }
 
 
-KINDS = (Masked, InTurn, MeanTeacher, MomentumEncoder, Sharpened, Borrowed, OwnNorms, Drawn, HookedLater, Unfrozen)
+KINDS = (
+    Masked,
+    InTurn,
+    MeanTeacher,
+    MomentumEncoder,
+    Sharpened,
+    Borrowed,
+    OwnNorms,
+    Drawn,
+    HookedLater,
+    BehindEachBackward,
+    Unfrozen,
+)
 FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 

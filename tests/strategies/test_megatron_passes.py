@@ -324,6 +324,13 @@ class Noisy(Descending):
             parameter.grad.add_(torch.randn_like(parameter.grad))  # type: ignore[union-attr,arg-type]
 
 
+class BehindEachBackward(Descending):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
 class NeedsWholes(Descending):
     def on_train_batch_end(self, *args: Any) -> None:
         for parameter in self.parameters():
@@ -355,6 +362,8 @@ def meet_refusals(directory: Path) -> list[str]:
         with pytest.raises(ValueError, match="randn_like on a parameter or gradient that Megatron-FSDP shards"):
             make_trainer(LAYOUTS[name].make(), max_epochs=1).fit(Noisy(), batches(LAYOUTS[name].data_size))
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 4}
+    with pytest.raises(ValueError, match="on_after_backward names gradients, and Megatron-FSDP keeps"):
+        make_trainer(layout.make(), **settings).fit(BehindEachBackward(), batches(layout.data_size))
     saver = SaveAfter(directory / "mid.ckpt", 3)
     with pytest.raises(RuntimeError, match="micro-batches") as failed:
         make_trainer(layout.make(), callbacks=[saver], **settings).fit(Descending(), batches(layout.data_size))

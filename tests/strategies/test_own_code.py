@@ -191,6 +191,34 @@ def test_what_would_train_other_weights_is_refused(kind: type[Noted], sizes: dic
         assert "model.model.embed_tokens.weight has a hook" in found
 
 
+class OtherTensors(Noted):
+    """Calls its model with other tensors in the place of some parameters."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        up = self.model.model.layers[0].mlp.up_proj.weight
+        other = {"model.layers.0.mlp.up_proj.weight": 2 * whole(up)}
+        return torch.func.functional_call(self.model, other, (), {"input_ids": batch[0], "labels": batch[0]}).loss
+
+
+class OtherShards(OtherTensors):
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        other = {name: 2 * parameter for name, parameter in self.model.named_parameters() if "up_proj" in name}
+        return torch.func.functional_call(self.model, other, (), {"input_ids": batch[0], "labels": batch[0]}).loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(OtherTensors, {"tp": 2}), (OtherShards, {"dp_shard": 2})],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(value),
+)
+def test_other_tensors_in_the_place_of_shards_are_refused(
+    kind: type[Noted], sizes: dict[str, int], pool2: Pool
+) -> None:
+    for found in pool2.run(refuse, kind, sizes, trainer=True):
+        assert "is called with another tensor in the place of its parameter" in found
+        assert "mlp.up_proj.weight" in found
+
+
 def gradients_of_replicas(kind: type[Noted]) -> list[dict[str, Tensor]]:
     module = kind()
     make_trainer(DDPStrategy(), max_epochs=1, accumulate_grad_batches=2).fit(module, batches(world_size()))
@@ -202,6 +230,13 @@ def test_ddp_trains_it(kind: type[Noted], nursery: Nursery, pool2: Pool) -> None
     expected, actual = (p.run(gradients_of_replicas, kind, trainer=True)[0] for p in (Pool(nursery, 1), pool2))
     for one, many in zip(expected, actual, strict=True):
         check_gradients(one, many)
+
+
+def test_shards_of_tensor_parallelism_may_be_others(nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of_replicas, OtherShards, trainer=True)
+    for actual in pool2.run(gradients_of, OtherShards, {"tp": 2}, trainer=True):
+        for one, many in zip(expected, actual, strict=True):
+            check_gradients(one, many)
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

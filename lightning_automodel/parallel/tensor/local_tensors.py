@@ -73,7 +73,8 @@ def install_local_tensors(
     """
     first, last = find_large_ends(model)
     own, alone = [*find_blocks(model), *first, *last], set(gathered_alone)
-    swaps = {name: ParameterSwap(stored=DTensor) for name in ("", *own, *alone)}
+    # Where parameters are sharded as well, others in their place are found, or put there, by what shards.
+    swaps = {name: ParameterSwap(stored=DTensor, refuses_others=is_final) for name in ("", *own, *alone)}
     for module_name, module in model.named_modules():
         of_layer = name_without_wrappers(module_name)
         is_alone = of_layer in alone and not is_wrapper(module)
