@@ -48,11 +48,33 @@ def gradient_from(local: Tensor, spec: DTensorSpec, strides: tuple[int, ...]) ->
         spec: of the gradient, if ``local`` lies in memory as the parameter does.
         strides: of what this rank holds of the parameter.
     """
-    if torch.is_grad_enabled() or local.stride() != strides:
-        shape, placements = spec.shape, spec.placements
-        stride = compute_global_tensor_info(local, spec.mesh, placements)[1]
-        return DTensor.from_local(local, spec.mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
-    return DTensor(local, spec, requires_grad=False)
+    lies_so = local.stride() == strides
+    if lies_so and not torch.is_grad_enabled():
+        return DTensor(local, spec, requires_grad=False)
+    mesh, placements, shape = spec.mesh, spec.placements, spec.shape
+    stride = spec.stride if lies_so else tuple(compute_global_tensor_info(local, mesh, placements)[1])
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def to_local(tensor: DTensor) -> Tensor:
+    """Gives ``tensor.to_local()`` of shards or of whole values, for gradients of gradients, too.
+
+    torch (2.11) has none for it, without a word; and there the gradient of uneven shards has other strides than they,
+    for which autograd makes a whole copy of it on every rank.
+    """
+    return tensor.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(tensor)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        local = local_of(tensor)
+        ctx.spec, ctx.strides = tensor._spec, local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return gradient_from(grad, ctx.spec, ctx.strides)
 
 
 def is_shared(gradient: Tensor) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.dtensor_gradients import to_local
 from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import Ungathered
@@ -40,7 +41,7 @@ class RowLogits(Ungathered):
     def whole(self) -> Tensor:
         """Gather the rows of all ranks: [batch, seq, vocab], cut on the vocabulary as before."""
         if isinstance(self.own, DTensor):
-            joined = gather_whole(self.own.to_local(), 1, self.rows, self.scale)
+            joined = gather_whole(to_local(self.own), 1, self.rows, self.scale)
             return join_shards(joined, self.own.device_mesh, self.shape[-1])
         return gather_whole(self.own, 1, self.rows, self.scale)
 

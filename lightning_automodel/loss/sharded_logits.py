@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_automodel._compat.dtensor import whole_shape
+from lightning_automodel._compat.dtensor_gradients import to_local
 from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.collectives import gather
 from lightning_automodel.distributed.logs import log_once
@@ -111,13 +112,10 @@ def join_shards(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> Sh
         size: of the vocabulary.
         dim: where ``local`` is cut.
     """
-    return _sharded(_joined(local, mesh, size, dim % local.ndim))
-
-
-def _joined(local: Tensor, mesh: DeviceMesh, size: int, dim: int) -> DTensor:
+    dim = dim % local.ndim
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return _sharded(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride))
 
 
 def _name(func: Callable) -> str:
@@ -152,25 +150,7 @@ def _shard_of(logits: ShardedLogits) -> LogitShard:
     (placement,) = logits.placements
     assert isinstance(placement, Shard)
     size, mesh = tuple(whole_shape(logits))[placement.dim], logits.device_mesh
-    return LogitShard(_ToShard.apply(logits, mesh, size, placement.dim), placement.dim, size, mesh)
-
-
-class _ToShard(torch.autograd.Function):
-    """Return a rank's shard, whose gradient is cut as the logits are.
-
-    ``DTensor.to_local`` does so from torch 2.13 on. Before, the gradient of uneven shards has other strides than the
-    logits, for which autograd makes a whole copy of it on every rank.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: ShardedLogits, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
-        ctx.place = mesh, size, dim
-        local = logits.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _joined(grad, *ctx.place), None, None, None
+    return LogitShard(to_local(logits), placement.dim, size, mesh)
 
 
 def _join(shard: LogitShard) -> ShardedLogits:

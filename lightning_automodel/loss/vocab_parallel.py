@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_automodel._compat.dtensor_gradients import to_local
 from lightning_automodel._compat.tensors import assert_async
 from lightning_automodel.distributed.collectives import copy_in, reduce_out, shard_bounds
 from lightning_automodel.distributed.second_order import is_differentiated, refuse_second_order
@@ -158,7 +159,7 @@ def vocabulary_shard(logits: Tensor) -> tuple[Tensor, VocabShard]:
             f"logits with the placements {logits.placements} are not shards of the vocabulary over one axis; "
             "redistribute them first: logits.redistribute(placements=[...])"
         )
-    return logits.to_local(), VocabShard.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
+    return to_local(logits), VocabShard.of(size, logits.device_mesh.get_group(axes[0]) if axes else None)
 
 
 def token_losses(
