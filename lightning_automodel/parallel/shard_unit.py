@@ -70,7 +70,8 @@ def _groups_of_one_dtype(
     """Group parameters that are stored and compute in one dtype, with their policies, the largest group first."""
     groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter in in_float32), []).append(parameter)
+        is_cast = mp_policy.param_dtype not in (None, parameter.dtype)
+        groups.setdefault((parameter.dtype, is_cast and parameter in in_float32), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
     wide = replace(mp_policy, param_dtype=None)
     return [(group, wide if keep or not dtype.is_floating_point else mp_policy) for (dtype, keep), group in ordered]
