@@ -18,8 +18,12 @@ _OUTSIDE = (
     "it; of a parameter take parameter.full_tensor(), before the model is called (for a penalty on weights, or "
     "functional.embedding(ids, embedding.weight.full_tensor()), for example)"
 )
+_BY_INDICES = (
+    "shards do not take values by a mask or by indices (tensor[mask] = value); use tensor.masked_fill_(mask, value), or "
+    "torch.where(mask, value, tensor)"
+)
 _INSTEAD = {
-    "Output 0 of _ToTorchTensor is a view and its base or another view of its base has been modified": _WRITTEN,
+    "Output 0 of _Local is a view and its base or another view of its base has been modified": _WRITTEN,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
     "on inputs with different meshes": _OUTSIDE,  # of units that are gathered behind a forward pass, and others
@@ -31,10 +35,8 @@ _INSTEAD = {
         "load_state_dict was given whole tensors for a model whose parameters are sharded; load them in __init__ or "
         "configure_model, before the model is made parallel"
     ),
-    "aten.index_put_.default: in-place operations that require placement changes": (
-        "shards do not take values by a mask or by indices (tensor[mask] = value); use "
-        "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
-    ),
+    "aten.index_put_.default: in-place operations that require placement changes": _BY_INDICES,
+    "aten.index_put_.default does not have a sharding strategy registered": _BY_INDICES,  # torch 2.11
     "out of bounds for storage of size 0": (
         "the backward pass needs parameters that were freed, because the forward pass of their module returned no "
         "tensor that requires a gradient; return from it all that the loss reads, in the place of keeping it on the "
