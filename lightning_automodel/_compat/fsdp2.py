@@ -193,30 +193,30 @@ def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
-def disagreeing_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+def disagreeing_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
     """Yields the shards whose gathered copy, which waits for a backward pass, says otherwise of ``requires_grad``.
 
-    FSDP2 lets the copy say what the shard says when it gathers. Of an FSDP2 root that is gathered, all units are seen.
+    FSDP2 lets the copy say what the shard says when it gathers. Of a root that is gathered, all ``units`` are seen.
     """
     if all(group.is_sharded for group in parameter_groups(model)):
         return
-    gathered = (g for unit in fsdp_units(model) for g in parameter_groups(unit) if not g.is_sharded)
+    gathered = (g for unit in units for g in parameter_groups(unit) if not g.is_sharded)
     for held in (held for group in gathered for held in group.fsdp_params):
         if held.unsharded_param.requires_grad != held.sharded_param.requires_grad:
             yield held.sharded_param
 
 
-def replaced_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def replaced_parameters(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module, str]]:
     """Yields modules that have another tensor in the place of a parameter that FSDP2 shards, with the parameter's name.
 
     FSDP2 puts its own there in the forward pass.
     """
-    held = (held for unit in fsdp_units(model) for group in parameter_groups(unit) for held in group.fsdp_params)
-    for one in held:
-        owner, name = one._module_info.module, one._module_info.param_name
-        there = owner._parameters.get(name)
-        if there is not one.sharded_param and there is not None and not _is_gathered(one, there):
-            yield owner, name
+    for group in (group for unit in units for group in parameter_groups(unit)):
+        for held in group.fsdp_params:
+            owner, name = held._module_info.module, held._module_info.param_name
+            there = owner._parameters.get(name)
+            if there is not held.sharded_param and there is not None and not _is_gathered(held, there):
+                yield owner, name
 
 
 def _is_gathered(held: Any, tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
 from lightning_automodel._compat.fsdp2 import (
@@ -13,6 +14,7 @@ from lightning_automodel._compat.fsdp2 import (
     is_kept_gathered,
     replaced_parameters,
 )
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.parameter_swap import describe_replaced
 from lightning_automodel.modules.structure import class_names
@@ -24,8 +26,9 @@ def watch_gathered(model: nn.Module) -> None:
     """Free an FSDP2 root where no backward pass follows its forward pass, and refuse what would need its copies later:
     stale ones, and gradients of gradients.
     """
-    model.register_forward_pre_hook(_check_trained, prepend=True)
-    for unit in fsdp_units(model):  # any of them may be called by itself
+    units = fsdp_units(model)
+    model.register_forward_pre_hook(_CheckCopies(units), prepend=True)
+    for unit in units:  # any of them may be called by itself
         assert isinstance(unit, nn.Module)
         unit.register_forward_pre_hook(_TakesData(), prepend=True)
     model.register_forward_hook(_look_behind)
@@ -44,16 +47,25 @@ class _TakesData:
             self._seen = times
 
 
-def _check_trained(model: nn.Module, args: tuple) -> None:
-    """Check that what is gathered trains what is to be trained, and is what the modules have: a forward pre-hook."""
-    for owner, name in replaced_parameters(model):
-        raise ValueError(describe_replaced(model, owner._parameters, name))
-    if next(disagreeing_parameters(model), None) is not None:
-        raise ValueError(
-            f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its backward "
-            "pass, while their copies were gathered; change it before the forward pass, or behind the backward pass, "
-            "and call a model whose loss is not used within torch.no_grad()"
-        )
+class _CheckCopies:
+    """Checks that what is gathered trains what is to be trained, and is what the modules have: a forward pre-hook.
+
+    Args:
+        units: of the model; looking for them in each pass would take longer than the check.
+    """
+
+    def __init__(self, units: list[FSDPModule]) -> None:
+        self._units = units
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        for owner, name in replaced_parameters(self._units):
+            raise ValueError(describe_replaced(model, own_parameters(owner), name))
+        if next(disagreeing_parameters(model, self._units), None) is not None:
+            raise ValueError(
+                f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its "
+                "backward pass, while their copies were gathered; change it before the forward pass, or behind the "
+                "backward pass, and call a model whose loss is not used within torch.no_grad()"
+            )
 
 
 def _look_behind(model: nn.Module, args: tuple, output: Any) -> None:

@@ -19,8 +19,8 @@ _OUTSIDE = (
     "functional.embedding(ids, embedding.weight.full_tensor()), for example)"
 )
 _BY_INDICES = (
-    "shards do not take values by a mask or by indices (tensor[mask] = value); use tensor.masked_fill_(mask, value), or "
-    "torch.where(mask, value, tensor)"
+    "shards do not take values by a mask or by indices (tensor[mask] = value); use "
+    "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
 )
 _INSTEAD = {
     "Output 0 of _Local is a view and its base or another view of its base has been modified": _WRITTEN,
