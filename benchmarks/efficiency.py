@@ -31,7 +31,9 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Pool
 from tests.parallel.levers.collectives import Collectives
 
-WIDTHS, LAYERS, ROWS, LENGTH, VOCABULARY = (256, 1024), 4, 2, 256, 1024
+CASES = ((256, False), (1024, False), (1024, True), (2048, False))  # hidden, compiled blocks
+HEADLINE, WIDEST = 1024, 2048  # of the widest two rounds at most: a step takes seconds
+LAYERS, ROWS, LENGTH, VOCABULARY = 4, 2, 256, 1024
 WARM, PROFILED, REPEATS = 2, 1, 5
 SIZES = (1, 8, 48)  # of messages, MiB
 COLUMNS = ("", "step", "quartiles", "fastest", "efficiency", "of the fastest", "half of one process", "more products")
@@ -62,23 +64,23 @@ def main() -> None:
     """Entry point of ``python -m benchmarks.efficiency``."""
     page = Page("efficiency.md", "efficiency")
     arguments = page.parser(__doc__, rounds=3).parse_args()
-    widths, rounds = ((64,), 1) if arguments.smoke else (WIDTHS, arguments.rounds)
+    cases = ((64, False), (64, True)) if arguments.smoke else CASES
+    rounds = 1 if arguments.smoke else arguments.rounds
     page.add(describe())
     with shared_nursery() as nursery:
         pool = Pool(nursery, 2)
-        for width in widths:
-            page.add(table(pool, width, rounds, False))
-        page.add(table(pool, widths[-1], rounds, True))
+        for width, compiled in cases:
+            page.add(table(pool, width, rounds if width < WIDEST else min(rounds, 2), compiled))
         page.add(messages(pool, (1,) if arguments.smoke else SIZES))
     page.finish(arguments)
 
 
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
-    wide = tables[len(WIDTHS) - 1]
+    wide = tables[CASES.index((HEADLINE, False))]
     found = [f"{way} {wide.number(way, 'efficiency'):.2f}" for way in list(WAYS)[2:]]
     return (
-        f"efficiency of two ranks at hidden {WIDTHS[-1]}: {', '.join(found)}, where two processes that know nothing of "
+        f"efficiency of two ranks at hidden {HEADLINE}: {', '.join(found)}, where two processes that know nothing of "
         f"each other reach {wide.number(BOTH, 'efficiency'):.2f}"
     )
 
