@@ -215,13 +215,20 @@ def replaced_parameters(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module
         for held in group.fsdp_params:
             owner, name = held._module_info.module, held._module_info.param_name
             there = owner._parameters.get(name)
-            if there is not held.sharded_param and there is not None and not _is_gathered(held, there):
+            if there is held.sharded_param or there is None:
+                continue
+            if not _is_gathered(held, there) and not _is_taken_next(group, there):
                 yield owner, name
 
 
 def _is_gathered(held: Any, tensor: Tensor) -> bool:
     copies = (getattr(held, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
     return any(tensor is copy for copy in copies)
+
+
+def _is_taken_next(group: Any, tensor: Tensor) -> bool:
+    """Tell whether FSDP2's first forward pass shards ``tensor``: it takes parameters that were assigned before it."""
+    return not group._reset_sharded_params and isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter)
 
 
 def holds_partial_sums(unit: FSDPModule) -> bool:

@@ -95,7 +95,7 @@ class ParameterSwap:
         for table, name, compute in self._entries:
             parameter = table[name]
             if not isinstance(parameter, self._stored):
-                if module is not None and self._refuses_others and not hasattr(parameter, _EXCHANGED):
+                if module is not None and self._refuses_others and not stands_for_parameter(parameter):
                     _swap_out(swapped)
                     raise ValueError(describe_replaced(module, table, name))
                 continue
@@ -125,6 +125,11 @@ def _is_stored_whole(parameter: Tensor, seen: Tensor) -> bool:
     """Tell whether the tensor that modules see is all of the stored one, in the same memory."""
     stored = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return seen.shape == parameter.shape and seen.data_ptr() == stored.data_ptr()
+
+
+def stands_for_parameter(tensor: Tensor | None) -> bool:
+    """Tell whether ``tensor`` was put in the place of a parameter by a swap, or nothing is there (``bias = None``)."""
+    return tensor is None or hasattr(tensor, _EXCHANGED)
 
 
 def describe_replaced(model: nn.Module, table: _Table, name: str) -> str:

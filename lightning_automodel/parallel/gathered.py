@@ -16,7 +16,7 @@ from lightning_automodel._compat.fsdp2 import (
 )
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.second_order import refuse_second_order
-from lightning_automodel.modules.parameter_swap import describe_replaced
+from lightning_automodel.modules.parameter_swap import describe_replaced, stands_for_parameter
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
@@ -59,7 +59,8 @@ class _CheckCopies:
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
         for owner, name in replaced_parameters(self._units):
-            raise ValueError(describe_replaced(model, own_parameters(owner), name))
+            if not stands_for_parameter(own_parameters(owner)[name]):  # where a model calls itself
+                raise ValueError(describe_replaced(model, own_parameters(owner), name))
         if next(disagreeing_parameters(model, self._units), None) is not None:
             raise ValueError(
                 f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its "

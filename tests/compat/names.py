@@ -79,7 +79,12 @@ ATTRIBUTES = {
         "_sharding_spec",
         "_unsharded_param",
     ),
-    f"{FSDP}._fsdp_param_group:FSDPParamGroup": ("_all_gather_comm", "_partial_reduce_output", "_reduce_scatter_comm"),
+    f"{FSDP}._fsdp_param_group:FSDPParamGroup": (
+        "_all_gather_comm",
+        "_partial_reduce_output",
+        "_reduce_scatter_comm",
+        "_reset_sharded_params",
+    ),
     f"{FSDP}._fsdp_state:FSDPState": (
         "_auto_reshard_after_forward",
         "_register_pre_backward_hook",
