@@ -37,7 +37,7 @@ class _LocalTensor:
     stream: Stream | None
     """the gradient is a partial sum only while this stream is cut"""
     sum_over: ProcessGroup | None
-    """where partial gradients are summed as they come; ``None``: FSDP2 copies all gradients, and sums partial ones"""
+    """where partial gradients are summed as they come; ``None``: FSDP2 sums them"""
 
     def __call__(self, parameter: DTensor) -> Tensor:
         partial = self.stream is not None and self.stream.length is not None
@@ -129,7 +129,10 @@ def _check_switch(owner: nn.Module) -> None:
 
 
 def _local(parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | None) -> Tensor:
-    """Give ``parameter.to_local(grad_placements=[gradient])``, and with ``sum_over`` a gradient that is final."""
+    """Give ``parameter.to_local(grad_placements=[gradient])``, with a gradient that may be added to in place.
+
+    With ``sum_over`` it is final.
+    """
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter.to_local()
     if not torch.compiler.is_compiling():
@@ -137,17 +140,16 @@ def _local(parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | Non
     # In a graph that dynamo makes of a whole model, it does not know how a DTensor is made.
     if sum_over is not None and gradient.is_partial():
         return copy_in(parameter.to_local(grad_placements=[Replicate()]), sum_over)
-    local = parameter.to_local(grad_placements=[gradient])
-    return local if sum_over is None else scale_gradient(local, 1.0)  # a product is nobody else's
+    return scale_gradient(parameter.to_local(grad_placements=[gradient]), 1.0)  # a product is nobody else's
 
 
 class _Local(torch.autograd.Function):
-    """A DTensor's local tensor, whose gradient becomes a DTensor; with ``sum_over`` it is ``parameter.grad`` next.
+    """A DTensor's local tensor, whose gradient becomes a DTensor: the ``grad`` of the parameter, or of FSDP2's copy.
 
-    That one is added to and scaled in place. For its own leaves autograd copies a gradient that others hold (both terms
-    of a sum have the same one), or that lies differently in memory. Of a DTensor it sees the wrapper only, which is
-    always new. The local tensor is no view then: code of users writes into whole parameters under ``no_grad``, which
-    autograd forbids for views that a function gave.
+    That one is added to in place by the next micro-batch, and scaled. For its own leaves autograd copies a gradient
+    that others hold (both terms of a sum have the same one), or that lies differently in memory. Of a DTensor it sees
+    the wrapper only, which is always new. With ``sum_over`` the local tensor is no view: code of users writes into
+    whole parameters under ``no_grad``, which autograd forbids for views that a function gave.
     """
 
     @staticmethod
@@ -162,6 +164,6 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
         if ctx.is_summed:
             grad = summed(grad, ctx.sum_over)
-        elif ctx.sum_over is not None:
+        else:
             grad = grad.clone(memory_format=torch.contiguous_format) if is_shared(grad) else grad.contiguous()
         return gradient_from(grad, ctx.spec, ctx.strides), None, None
