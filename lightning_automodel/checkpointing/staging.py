@@ -10,7 +10,10 @@ may save into one FOLDER, by other names.
 """
 
 import fcntl
+import os
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from lightning_automodel.checkpointing.storage import Location
@@ -39,10 +42,12 @@ class Staging:
             ValueError: if a living process writes a checkpoint of this name, whose parts would be mixed with ours.
         """
         _wait_for_other_writers(self.folder, self.target)
-        _delete_leftovers(self.folder.parent)
-        self.folder.remove()
-        self.folder.make_folder()
-        self._lock = _lock(self.folder)
+        self.folder.parent.make_folder()
+        with _others_waiting(self.target.parent):
+            _delete_leftovers(self.folder.parent)
+            self.folder.remove()
+            self.folder.make_folder()
+            self._lock = _lock(self.folder)
 
     def publish(self, last: str) -> None:
         """Gives the folder its name. What had the name before is deleted afterwards.
@@ -50,16 +55,17 @@ class Staging:
         Args:
             last: name of the file that makes it complete, for object stores, which have no names of folders to change.
         """
-        if self.target.exists() and self.folder.swap(self.target):
-            self.folder.remove()
-        else:
-            aside = _set_aside(self.target) if self.target.exists() else None
-            self.folder.move_to(self.target, last)
-            if aside is not None:
-                aside.remove()
-        (self.target / _LOCK).remove()
-        self._unlock()
-        _remove_if_empty(self.folder.parent)
+        with _others_waiting(self.target.parent):
+            if self.target.exists() and self.folder.swap(self.target):
+                self.folder.remove()
+            else:
+                aside = _set_aside(self.target) if self.target.exists() else None
+                self.folder.move_to(self.target, last)
+                if aside is not None:
+                    aside.remove()
+            (self.target / _LOCK).remove()
+            self._unlock()
+            _remove_if_empty(self.folder.parent)
 
     def publish_file(self, file: Location) -> None:
         """Gives the name to a file in the folder, and deletes the rest. What had the name before is replaced."""
@@ -67,9 +73,10 @@ class Staging:
         if self.target.is_folder() and not self.target.is_link():
             remove_checkpoint(self.target)
         file.replace(self.target)
-        self._unlock()
-        self.folder.remove()
-        _remove_if_empty(self.folder.parent)
+        with _others_waiting(self.target.parent):
+            self._unlock()
+            self.folder.remove()
+            _remove_if_empty(self.folder.parent)
 
     def abandon(self) -> None:
         """Gives up; the next save deletes what is there."""
@@ -87,9 +94,31 @@ def remove_checkpoint(path: Location) -> None:
     if path.is_link() or not path.is_folder():
         path.remove()
     else:
-        aside = _set_aside(path)
-        aside.remove()
-        _remove_if_empty(aside.parent)
+        with _others_waiting(path.parent):
+            aside = _set_aside(path)
+            aside.remove()
+            _remove_if_empty(aside.parent)
+
+
+@contextmanager
+def _others_waiting(folder: Location) -> Generator[None, None, None]:
+    """Keep other runs from making and deleting what lies in ``folder/.incomplete``, within this context.
+
+    A run deletes what no process has locked, and a folder has no lock yet when it is made. Where folders cannot be
+    locked, nobody waits.
+    """
+    if not folder.is_local:
+        yield
+        return
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes forked meanwhile hold it, too
+        os.close(descriptor)
 
 
 def _set_aside(path: Location) -> Location:
