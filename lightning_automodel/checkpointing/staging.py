@@ -41,13 +41,21 @@ class Staging:
         Raises:
             ValueError: if a living process writes a checkpoint of this name, whose parts would be mixed with ours.
         """
-        _wait_for_other_writers(self.folder, self.target)
-        self.folder.parent.make_folder()
+        with suppress(FileNotFoundError):  # another run deletes what is empty, and the folder is made again below
+            self.folder.parent.make_folder()
+        while not self._has_begun():
+            _wait_for_other_writers(self.folder, self.target)
+
+    def _has_begun(self) -> bool:
+        """Make the folder, unless another process writes there: two may have waited for a third."""
         with _others_waiting(self.target.parent):
+            if _is_held(self.folder):
+                return False
             _delete_leftovers(self.folder.parent)
             self.folder.remove()
             self.folder.make_folder()
             self._lock = _lock(self.folder)
+        return True
 
     def publish(self, last: str) -> None:
         """Gives the folder its name. What had the name before is deleted afterwards.
