@@ -13,6 +13,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 OTHER := .venv-torch-$(TORCH)
+LOWEST := .venv-lowest
 NEMO := .venv-nemo
 
 # One thread: the ranks of a test share the cores. Offline: tests build their own tiny models.
@@ -23,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
+.PHONY: help venv test test-gpu test-long test-torch test-lowest faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +52,16 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt # torch 2.11 wants setuptools below 82
 	$(OTHER)/bin/python -m pip install --quiet -e '.[dev]' torch==$(TORCH) -c $(OTHER)/constraints.txt
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed ## run the tests with the lowest versions that pyproject.toml allows
+	$(LOWEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+$(LOWEST)/.installed: pyproject.toml constraints.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	sed -nE '/^dependencies/,/^\]/ s/^ *"([a-z0-9-]+)(\[[a-z]+\])?>=([0-9.]+).*/\1==\3/p' pyproject.toml > $(LOWEST)/lowest.txt
+	grep -viE "^($$(cut -d= -f1 $(LOWEST)/lowest.txt | paste -sd '|')|setuptools)==" constraints.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet -e '.[dev]' -r $(LOWEST)/lowest.txt -c $(LOWEST)/constraints.txt
 	@touch $@
 
 faults: $(STAMP) ## all that can go wrong, with 50 kills at random moments; MOMENTS=100, SEED=7 (it prints one)
@@ -94,5 +105,5 @@ first-hour: $(STAMP) ## play a new user's first hour in a fresh clone; PARTS="re
 	$(BIN)/python -m tests.first_hour $(PARTS)
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) .venv-torch-* $(NEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(LOWEST) $(NEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
