@@ -187,6 +187,8 @@ class _Route(EagerMode):
         if func is aten.index.Tensor:
             args = (args[0], _all_selected(args[1]), *args[2:])
         out = func(*args, **kwargs)
+        if self.is_cuda and has_fakes and not _moves and "device" not in kwargs:
+            _keep_where_it_is(out, args)
         if func in _HOLDS and isinstance(out, FakeTensor):
             out._holds = True  # type: ignore[attr-defined]
         return out
@@ -215,6 +217,15 @@ def _where_it_was(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, A
     if not is_backward or "device" not in _arguments(func):
         return kwargs
     return {**kwargs, "device": torch.device("cuda", 0)}
+
+
+def _keep_where_it_is(out: Any, args: tuple) -> None:
+    """Correct the device of results that torch composed of others, as RMSNorm's in builds for CUDA."""
+    strays = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, FakeTensor)]
+    strays = [x for x in strays if x.fake_device == CPU]
+    if strays and all(x.fake_device != CPU for x in tree_leaves(args) if isinstance(x, FakeTensor)):
+        for stray in strays:
+            stray.fake_device = torch.device("cuda", 0)
 
 
 @cache

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from lightning_automodel.planner.play import play, stage
 from tests.planner.subjects import LAYOUTS, Layout, model_on_meta, run_of
@@ -39,3 +40,31 @@ def test_a_tensor_on_the_wrong_device_is_found() -> None:
     model.model.norm = OnTheHost()
     with stage(run) as mesh, pytest.raises(RuntimeError, match="cuda:0 and cpu"):
         play(model, run, mesh)
+
+
+@custom_op("lightning_automodel_tests::rounded", mutates_args=())
+def rounded(x: Tensor) -> Tensor:
+    """Of what torch composes of others there is RMSNorm's, in builds for CUDA only."""
+    return x.bfloat16().type_as(x)
+
+
+@rounded.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.bfloat16().type_as(x)
+
+
+rounded.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Rounded(nn.Module):
+    """Gives what a composed operation returns to others."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rounded(hidden.float())
+
+
+def test_what_torch_composes_of_others_stays_on_the_device() -> None:
+    model, run = model_on_meta(), replace(run_of(LAYOUTS["dp2"]), device_type="cuda")
+    model.model.norm = Rounded()
+    with stage(run) as mesh:
+        assert play(model, run, mesh).flops["backward"] > 0
