@@ -61,7 +61,7 @@ class _CheckCopies:
         for owner, name in replaced_parameters(self._units):
             if not stands_for_parameter(own_parameters(owner)[name]):  # where a model calls itself
                 raise ValueError(describe_replaced(model, own_parameters(owner), name))
-        if next(disagreeing_parameters(model, self._units), None) is not None:
+        if torch.is_grad_enabled() and next(disagreeing_parameters(model, self._units), None) is not None:
             raise ValueError(
                 f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its "
                 "backward pass, while their copies were gathered; change it before the forward pass, or behind the "
