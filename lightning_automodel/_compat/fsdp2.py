@@ -70,8 +70,12 @@ def check_dtypes(dtypes: Sequence[torch.dtype]) -> None:
 
 
 def parameter_groups(unit: Any) -> list[Any]:
-    """Returns the groups of parameters of an FSDP2 unit; before torch 2.13 it has one at most, under another name."""
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    """Returns the groups of parameters of an FSDP2 unit."""
+    return parameter_groups_of(fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+def parameter_groups_of(state: Any) -> list[Any]:
+    """Returns those of a unit's state; before torch 2.13 it has one at most, under another name."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [group for group in [state._fsdp_param_group] if group is not None]
@@ -234,29 +238,6 @@ def _is_taken_next(group: Any, tensor: Tensor) -> bool:
 def holds_partial_sums(unit: FSDPModule) -> bool:
     """Tells whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
     return any(group._partial_reduce_output is not None for group in parameter_groups(unit))
-
-
-def reduce_unused_parameters(unit: nn.Module) -> None:
-    """Let an FSDP2 unit reduce zeros for parameters without a gradient.
-
-    Public from torch 2.13 on. Before, ranks with a gradient and ranks without would reduce tensors of different sizes.
-    """
-    setter = getattr(unit, "set_reduce_scatter_unused_params", None)
-    if setter is not None:
-        setter(True, recurse=False)
-        return
-    for group in parameter_groups(unit):
-        group.post_backward = partial(_with_zeros, group, group.post_backward)
-
-
-def _with_zeros(group: Any, post_backward: Callable, *unused: Any) -> None:
-    """Run what follows the backward pass of a group, with zeros for the gradients that it lacks."""
-    for held in group.fsdp_params if group.reduce_grads else ():
-        parameter: Any = getattr(held, "_unsharded_param", None)
-        is_unused = parameter is not None and parameter.requires_grad and parameter.grad is None
-        if is_unused and held.unsharded_accumulated_grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    post_backward(*unused)
 
 
 def communicate_by(unit: FSDPModule, gather: Any, scatter: Any) -> None:
