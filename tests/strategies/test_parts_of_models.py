@@ -72,6 +72,24 @@ class Tasks(Noted):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.3)
 
 
+class HeadsInList(Heads):
+    """A list of one kind of layers is no list of blocks where one is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(make_head() for _ in range(3))
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.heads[task](x)
+
+
+class TasksOfList(Tasks):
+    """The same, with heads in a list."""
+
+    def build(self) -> None:
+        self.heads = HeadsInList()
+
+
 class TasksInTurn(Tasks):
     """Heads that are sharded each for itself; in a micro-batch all ranks use the same, and in the last one another."""
 
@@ -159,10 +177,11 @@ def fitted(kind: type[Tasks], layout: str | None) -> dict[str, Any]:
     return {"gradients": module.gradients, "parameters": whole_parameters(module)}
 
 
-ALL = [(kind, layout) for kind in (Tasks, TasksInTurn, ByHand, ReadBackbone, ListsOfExperts) for layout in LAYOUTS]
+SUBJECTS = (Tasks, TasksOfList, TasksInTurn, ByHand, ReadBackbone, ListsOfExperts)
+ALL = [(kind, layout) for kind in SUBJECTS for layout in LAYOUTS]
 # Four data ranks have one micro-batch of a step each, in which they do not use the same layers.
-CASES = [(kind, layout) for kind, layout in ALL if kind in (Tasks, ListsOfExperts) or layout != "hybrid"]
-FAST = [*((kind, "dp") for kind in (Tasks, TasksInTurn, ByHand, ReadBackbone, ListsOfExperts)), (Tasks, "replicas")]
+CASES = [(kind, layout) for kind, layout in ALL if kind in (Tasks, TasksOfList, ListsOfExperts) or layout != "hybrid"]
+FAST = [*((kind, "dp") for kind in SUBJECTS), (Tasks, "replicas")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), with_long(CASES, *(case for case in CASES if case not in FAST)))
