@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Shard
 from lightning_automodel._compat.tensors import without_checkpointing_modes
 
 _KEPT = "_kept_gathered"
+_TRAINED = "_trained_when_gathered"
 
 
 def add_parameter_group(
@@ -204,10 +205,33 @@ def disagreeing_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> Ite
     """
     if all(group.is_sharded for group in parameter_groups(model)):
         return
-    gathered = (g for unit in units for g in parameter_groups(unit) if not g.is_sharded)
-    for held in (held for group in gathered for held in group.fsdp_params):
+    for held in _gathered(units):
         if held.unsharded_param.requires_grad != held.sharded_param.requires_grad:
             yield held.sharded_param
+
+
+def note_what_trains(units: Iterable[FSDPModule]) -> None:
+    """Note of gathered copies whether they require a gradient, for :func:`follow_what_trains`."""
+    for held in _gathered(units):
+        vars(held)[_TRAINED] = held.unsharded_param.requires_grad
+
+
+def follow_what_trains(units: Iterable[FSDPModule]) -> None:
+    """Let a shard and its gathered copy say the same of ``requires_grad``: what was set last, on either of them.
+
+    autograd looks at the copy when its gradient comes, as one process looks at the parameter.
+    """
+    for held in _gathered(units):
+        copy, shard = held.unsharded_param, held.sharded_param
+        if copy.requires_grad != shard.requires_grad and _TRAINED in vars(held):
+            flag = not vars(held)[_TRAINED]
+            copy.requires_grad_(flag)
+            shard.requires_grad_(flag)
+
+
+def _gathered(units: Iterable[FSDPModule]) -> Iterator[Any]:
+    groups = (group for unit in units for group in parameter_groups(unit) if not group.is_sharded)
+    return (held for group in groups for held in group.fsdp_params)
 
 
 def replaced_parameters(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module, str]]:

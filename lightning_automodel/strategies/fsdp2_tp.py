@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
-from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
@@ -246,6 +246,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         if output is None or not self.lightning_module.automatic_optimization:  # no backward pass follows
             reshard(self.lightning_module)
         return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        follow_what_trains(self._units)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
