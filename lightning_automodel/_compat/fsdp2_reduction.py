@@ -14,8 +14,10 @@ Which gradients there are goes along in the same buffer, so nothing more is sent
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,12 +28,13 @@ from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
 
 _WAITING = "_gradients_that_wait"
+_numbers = count()
 
 
 def reduce_what_any_rank_has(unit: FSDPModule) -> None:
     """Let an FSDP2 unit reduce each gradient that any rank has, and leave ``None`` where no rank has one."""
     for group in parameter_groups(unit):
-        reduction = _Reduction(group)
+        reduction = _Reduction(group, fully_shard.state(unit))  # type: ignore[attr-defined]
         group.post_backward = partial(reduction.run, group.post_backward)
         group.finalize_backward = partial(reduction.end, group.finalize_backward)
 
@@ -51,8 +54,8 @@ def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
 class _Reduction:
     """What a group of parameters does behind its backward pass, with flags of the gradients that this rank has."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, state: Any) -> None:
+        self.group, self.state, self.number = group, state, next(_numbers)
         sizes = (getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size"))
         self.ranks = math.prod(sizes)
         self.absent: dict[Any, list[tuple[_Flags, int]]] = {}  # parameters that had none before, with where to look
@@ -66,6 +69,8 @@ class _Reduction:
         if not trained or not group.reduce_grads or self.ranks == 1:
             post_backward(*unused)
             setattr(group, _WAITING, list(_waiting(group)))
+            if not group.reduce_grads:
+                _put_aside[self.number] = self
             return
         has = [_gradient(held) is not None for held in trained]
         dtype = _reduced_dtype(trained)
@@ -94,6 +99,22 @@ class _Reduction:
             if not any(flags.counts(i) for flags, i in places):
                 held.sharded_param.grad = None
         self.absent.clear()
+        if self.group.reduce_grads:
+            self.reduce_others()
+
+    def reduce_others(self) -> None:
+        """Reduce what waits in other models that the backward pass did not come through, and which is let go now."""
+        released = {number: other for number, other in sorted(_put_aside.items()) if other.group.reduce_grads}
+        waiting = [other.state for other in released.values() if _only_waits(other.group)]
+        own = self.state._state_ctx
+        for state in {id(state._state_ctx): state for state in waiting if state._state_ctx is not own}.values():
+            state._root_post_backward_final_callback()
+        for number in released:
+            _put_aside.pop(number, None)
+
+
+_put_aside: WeakValueDictionary[int, _Reduction] = WeakValueDictionary()
+"""Those with gradients that wait, in the order in which the groups were made, which all ranks have."""
 
 
 class _Flags:
