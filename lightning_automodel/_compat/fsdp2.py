@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Shard
 from lightning_automodel._compat.tensors import without_checkpointing_modes
 
 _KEPT = "_kept_gathered"
+_TRAINED = "_trained_when_gathered"
 
 
 def add_parameter_group(
@@ -70,8 +71,12 @@ def check_dtypes(dtypes: Sequence[torch.dtype]) -> None:
 
 
 def parameter_groups(unit: Any) -> list[Any]:
-    """Returns the groups of parameters of an FSDP2 unit; before torch 2.13 it has one at most, under another name."""
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    """Returns the groups of parameters of an FSDP2 unit."""
+    return parameter_groups_of(fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+def parameter_groups_of(state: Any) -> list[Any]:
+    """Returns those of a unit's state; before torch 2.13 it has one at most, under another name."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [group for group in [state._fsdp_param_group] if group is not None]
@@ -200,10 +205,33 @@ def disagreeing_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> Ite
     """
     if all(group.is_sharded for group in parameter_groups(model)):
         return
-    gathered = (g for unit in units for g in parameter_groups(unit) if not g.is_sharded)
-    for held in (held for group in gathered for held in group.fsdp_params):
+    for held in _gathered(units):
         if held.unsharded_param.requires_grad != held.sharded_param.requires_grad:
             yield held.sharded_param
+
+
+def note_what_trains(units: Iterable[FSDPModule]) -> None:
+    """Note of gathered copies whether they require a gradient, for :func:`follow_what_trains`."""
+    for held in _gathered(units):
+        vars(held)[_TRAINED] = held.unsharded_param.requires_grad
+
+
+def follow_what_trains(units: Iterable[FSDPModule]) -> None:
+    """Let a shard and its gathered copy say the same of ``requires_grad``: what was set last, on either of them.
+
+    autograd looks at the copy when its gradient comes, as one process looks at the parameter.
+    """
+    for held in _gathered(units):
+        copy, shard = held.unsharded_param, held.sharded_param
+        if copy.requires_grad != shard.requires_grad and _TRAINED in vars(held):
+            flag = not vars(held)[_TRAINED]
+            copy.requires_grad_(flag)
+            shard.requires_grad_(flag)
+
+
+def _gathered(units: Iterable[FSDPModule]) -> Iterator[Any]:
+    groups = (group for unit in units for group in parameter_groups(unit) if not group.is_sharded)
+    return (held for group in groups for held in group.fsdp_params)
 
 
 def replaced_parameters(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module, str]]:
@@ -234,29 +262,6 @@ def _is_taken_next(group: Any, tensor: Tensor) -> bool:
 def holds_partial_sums(unit: FSDPModule) -> bool:
     """Tells whether gradients were reduced within the replicas and wait, flattened, for the reduction among them."""
     return any(group._partial_reduce_output is not None for group in parameter_groups(unit))
-
-
-def reduce_unused_parameters(unit: nn.Module) -> None:
-    """Let an FSDP2 unit reduce zeros for parameters without a gradient.
-
-    Public from torch 2.13 on. Before, ranks with a gradient and ranks without would reduce tensors of different sizes.
-    """
-    setter = getattr(unit, "set_reduce_scatter_unused_params", None)
-    if setter is not None:
-        setter(True, recurse=False)
-        return
-    for group in parameter_groups(unit):
-        group.post_backward = partial(_with_zeros, group, group.post_backward)
-
-
-def _with_zeros(group: Any, post_backward: Callable, *unused: Any) -> None:
-    """Run what follows the backward pass of a group, with zeros for the gradients that it lacks."""
-    for held in group.fsdp_params if group.reduce_grads else ():
-        parameter: Any = getattr(held, "_unsharded_param", None)
-        is_unused = parameter is not None and parameter.requires_grad and parameter.grad is None
-        if is_unused and held.unsharded_accumulated_grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    post_backward(*unused)
 
 
 def communicate_by(unit: FSDPModule, gather: Any, scatter: Any) -> None:

@@ -56,9 +56,15 @@ class ParameterSwap:
         self._entries.append((own_parameters(owner), name, compute))
         self._owners.add(owner)
 
-    def install(self, module: nn.Module) -> None:
-        """Exchange in every forward pass of ``module``, and in every recomputation of it."""
-        module.register_forward_pre_hook(self._enter)
+    def install(self, module: nn.Module, behind_others: bool = False) -> None:
+        """Exchange in every forward pass of ``module``, and in every recomputation of it.
+
+        Args:
+            module: which it surrounds.
+            behind_others: what is computed depends on hooks that are there. Else they see it: a user's may compute a
+                weight from parameters.
+        """
+        module.register_forward_pre_hook(self._enter, prepend=not behind_others)
         module.register_forward_hook(self._leave, always_call=True)
         keep_for_recomputation(module, self._again)
         for wrapper, layer, name in find_adapted_parameters(module):

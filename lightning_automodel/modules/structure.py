@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_automodel._compat.transformers import kept_in_all_models
+from lightning_automodel.modules.chosen import is_chosen_from
 from lightning_automodel.modules.wrappers import unwrapped
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -34,7 +35,8 @@ def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Left out are blocks
 
     * that share parameters with other modules (zamba's repeated attention): one unit would gather what others use;
-    * that a batch may skip (mllama's cross attention, without images): ranks would gather different blocks;
+    * that a batch may skip (mllama's cross attention, without images; heads and experts that code of a user's chooses
+      from a list): ranks would gather different blocks;
     * that run outside of their forward pass (reformer's reversible ones), where nothing gathers for them.
     """
     blocks = find_blocks(model)
@@ -43,11 +45,19 @@ def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
         owners.setdefault(id(parameter), set()).add(outermost(list(blocks), name) or "")
     sharing = {name for names in owners.values() if len(names) > 1 for name in names}
     skippable = find_towers(model) and {name for name, block in blocks.items() if _only_attends_to_images(block)}
+    lists = {name.rpartition(".")[0] for name, b in blocks.items() if not isinstance(b, GradientCheckpointingLayer)}
+    chosen = {name for name in lists if _is_chosen(model, name)}
     return {
         name: block
         for name, block in blocks.items()
         if name not in sharing and name not in skippable and not hasattr(block, "backward_pass")
+        if name.rpartition(".")[0] not in chosen
     }
+
+
+def _is_chosen(model: nn.Module, list_name: str) -> bool:
+    holder, _, name = list_name.rpartition(".")
+    return is_chosen_from(model.get_submodule(holder), name)
 
 
 def find_input_embedding(model: PreTrainedModel) -> nn.Module | None:

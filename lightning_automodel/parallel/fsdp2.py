@@ -19,11 +19,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor import let_data_be_given
 from lightning_automodel._compat.dtensor_gradients import average_gradients_of_whole
-from lightning_automodel._compat.fsdp2 import (
-    fsdp_units,
-    holds_several_dtypes,
-    reduce_unused_parameters,
-)
+from lightning_automodel._compat.fsdp2 import fsdp_units, holds_several_dtypes
 from lightning_automodel._compat.groups import concatenated_once
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
@@ -156,7 +152,7 @@ def apply_fsdp2(
     communicate_over_gloo(model, mesh)
     watch_gathered(model)
     if towers or reads_more_than_text(model):
-        _reduce_what_a_batch_may_lack(model, towers)
+        differentiate_stream(model, towers)
     for end in embedding.values():
         assert isinstance(end, FSDPModule)
         end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
@@ -174,14 +170,6 @@ def _refuse_scalars(model: nn.Module, elsewhere: set[nn.Parameter]) -> None:
             f"{scalar} of {class_names(model)[0]} has no dimensions, and FSDP2 shards rows; give it the shape [1], as "
             "in nn.Parameter(torch.ones(1)), or use DDPStrategy, or tp on one data rank, which shards nothing"
         )
-
-
-def _reduce_what_a_batch_may_lack(model: nn.Module, towers: dict[str, nn.Module]) -> None:
-    """On some ranks a batch may have no images: the projector between tower and language model then has no gradient
-    there, and all ranks must reduce the same parameters.
-    """
-    reduce_unused_parameters(model)
-    differentiate_stream(model, towers)
 
 
 def needs_no_sharding(model: nn.Module, mesh: DeviceMesh, config: FSDP2Config, mp_policy: MixedPrecisionPolicy) -> bool:

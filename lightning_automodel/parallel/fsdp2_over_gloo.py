@@ -38,8 +38,12 @@ class _KeptMemory:
         self._kept: dict[tuple[int, torch.dtype], list[torch.UntypedStorage]] = {}
 
     def holds(self, numel: int, dtype: torch.dtype) -> bool:
-        """Tell whether a unit of that size was gathered before."""
+        """Tell whether buffers of that size are kept."""
         return (numel, dtype) in self._kept
+
+    def keep(self, numel: int, dtype: torch.dtype) -> None:
+        """Let buffers of that size be kept from now on."""
+        self._kept.setdefault((numel, dtype), [])
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer [numel], with any values."""
@@ -88,6 +92,7 @@ class _ReduceScatter:
                 f"{op}: gradients are summed or averaged over gloo; leave out set_gradient_divide_factor, or scale the "
                 "loss by the factor"
             )
+        self.memory.keep(input_tensor.numel(), input_tensor.dtype)  # which is not the size that was gathered
         reduce_scatter(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())

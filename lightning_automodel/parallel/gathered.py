@@ -12,6 +12,7 @@ from lightning_automodel._compat.fsdp2 import (
     disagreeing_parameters,
     fsdp_units,
     is_kept_gathered,
+    note_what_trains,
     replaced_parameters,
 )
 from lightning_automodel._compat.modules import own_parameters
@@ -31,7 +32,7 @@ def watch_gathered(model: nn.Module) -> None:
     for unit in units:  # any of them may be called by itself
         assert isinstance(unit, nn.Module)
         unit.register_forward_pre_hook(_TakesData(), prepend=True)
-    model.register_forward_hook(_look_behind)
+    model.register_forward_hook(_LooksBehind(units))
     note_gathers(model)
 
 
@@ -61,7 +62,7 @@ class _CheckCopies:
         for owner, name in replaced_parameters(self._units):
             if not stands_for_parameter(own_parameters(owner)[name]):  # where a model calls itself
                 raise ValueError(describe_replaced(model, own_parameters(owner), name))
-        if next(disagreeing_parameters(model, self._units), None) is not None:
+        if torch.is_grad_enabled() and next(disagreeing_parameters(model, self._units), None) is not None:
             raise ValueError(
                 f"requires_grad of parameters of {class_names(model)[0]} changed between a forward pass and its "
                 "backward pass, while their copies were gathered; change it before the forward pass, or behind the "
@@ -69,12 +70,22 @@ class _CheckCopies:
             )
 
 
-def _look_behind(model: nn.Module, args: tuple, output: Any) -> None:
-    """Look whether a backward pass follows: a forward hook."""
-    if not (begins := differentiable(output)):
-        _free(model)
-    elif not torch.compiler.is_compiling():
-        register_multi_grad_hook(begins, _check_order, mode="any")
+class _LooksBehind:
+    """Looks whether a backward pass follows: a forward hook.
+
+    Args:
+        units: of the model.
+    """
+
+    def __init__(self, units: list[FSDPModule]) -> None:
+        self._units = units
+
+    def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if not (begins := differentiable(output)):
+            _free(model)
+        elif not torch.compiler.is_compiling():
+            note_what_trains(self._units)
+            register_multi_grad_hook(begins, _check_order, mode="any")
 
 
 def _free(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_automodel._compat.fsdp2 import add_parameter_group, check_dtypes
+from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.transformers import record_as_before
 from lightning_automodel.parallel.dim_to_cut import DimToCut
@@ -62,6 +63,8 @@ def shard_unit(
             module.register_forward_hook(_gather_for_backward)
     for group, other_policy in others:
         add_parameter_group(modules[0], group, other_policy, choose_dim)
+    if isinstance(modules[0], FSDPModule):
+        reduce_what_any_rank_has(modules[0])
 
 
 def _groups_of_one_dtype(

@@ -220,6 +220,9 @@ class Structure:
             owner = name.rpartition(".")[0]
             if self._has_style_of_twin(name, names):
                 continue
+            if all(placement.is_replicate() for placement in placements):
+                self.parameter_styles[name] = styles[0]  # whole in both places, which compute as on one process
+                continue
             embedding = isinstance(self.modules[owner], nn.Embedding)
             style = STYLES["embedding_rowwise" if embedding else "colwise_gather_output"]
             self.parameter_styles[name] = self.module_styles[owner] = style

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
@@ -144,6 +144,12 @@ def _problem(module: nn.Module, style: Style) -> str:
         return (
             "its weight is computed from other parameters (torch.nn.utils.parametrize), of which it is not known how "
             "they are split; remove_parametrizations makes a plain weight of it before training, or use tp=1"
+        )
+    if isinstance(vars(module).get("weight"), Tensor):
+        return (
+            "its weight is computed from other parameters by a hook (prune, weight_norm or spectral_norm of "
+            "torch.nn.utils), of which it is not known how they are split; prune.remove, remove_weight_norm or "
+            "remove_spectral_norm makes a plain weight of it before training, or use tp=1"
         )
     if next(module.parameters(recurse=False), None) is None:
         children = ", ".join(name for name, _ in module.named_children())

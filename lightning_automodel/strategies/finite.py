@@ -187,8 +187,9 @@ class FiniteGuard:
         if (order := finding.compare_order()) is not None:
             raise RuntimeError(
                 f"optimizer step {finding.step}: {order}; ranks that share shards have to call the same layers in the "
-                "same order, since each call gathers them. Call layers that a batch does not need as well, and add "
-                "0 * output.sum() to the loss, or use DDPStrategy with DDPConfig(find_unused_parameters=True)"
+                "same order, since each call gathers them. Put layers that samples choose into one nn.Module whose "
+                "forward chooses, and which all ranks call; or call those that a batch does not need as well, and add "
+                "0 * output.sum() to the loss; or use DDPStrategy with DDPConfig(find_unused_parameters=True)"
             )
         if (rates := finding.compare_rates()) is not None:
             raise RuntimeError(

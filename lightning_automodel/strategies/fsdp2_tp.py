@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
-from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
+from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
@@ -247,8 +248,14 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         return output
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        follow_what_trains(self._units)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        reduce_what_waits(self._units)
         if self._module.automatic_optimization:
             refuse_unreduced(self._module, self._units)
 

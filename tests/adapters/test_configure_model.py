@@ -51,8 +51,11 @@ class Adapted(L.LightningModule):
             self.model = self.adapt(base)
             self.model.train()
 
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        loss = self.loss(batch)
         self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
         return loss
 
@@ -81,8 +84,7 @@ def train_alone(module: Adapted) -> Adapted:
         for _ in range(2):
             if isinstance(module, Switching):
                 module.choose(2 * step)
-            batch = next(rows)
-            loss = module.model(input_ids=batch[0], labels=batch[0]).loss
+            loss = module.loss(next(rows))
             module.losses.append(float(loss.detach()))
             (loss / 2).backward()
         module.on_before_optimizer_step(optimizer)
@@ -193,6 +195,32 @@ def error_of_switching(layout: str, directory: Path) -> tuple[float, str]:
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2"])
 def test_adapters_are_switched_in_a_run(layout: str, directory: Path, pool2: Pool) -> None:
     for found in pool2.run(error_of_switching, layout, directory, trainer=True):
+        assert found[0] <= BOUND, found
+
+
+class Preferring(Adapted):
+    """Reads the base, without its adapters, when the model has been called and waits for its backward pass."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        output = self.model(input_ids=batch[0], labels=batch[0])
+        with torch.no_grad(), self.model.disable_adapter():  # which also turns requires_grad off
+            before = self.model(input_ids=batch[0]).logits
+        return output.loss + (output.logits.log_softmax(-1) - before.log_softmax(-1)).square().mean()
+
+
+def error_of_preferring(layout: str, directory: Path) -> tuple[float, str]:
+    """Runs on each rank."""
+    adapt = partial(lora, init_lora_weights=False)
+    expected = train_alone(Preferring(directory, adapt))
+    chosen = LAYOUTS[layout]
+    module = Preferring(directory, adapt)
+    make_trainer(chosen.make(), **ARGUMENTS).fit(module, batches(chosen.data_size, 32))
+    return largest(module, expected)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "fsdp2-tp2"])
+def test_the_base_is_read_beside_its_adapters(layout: str, directory: Path, pool2: Pool) -> None:
+    for found in pool2.run(error_of_preferring, layout, directory, trainer=True):
         assert found[0] <= BOUND, found
 
 

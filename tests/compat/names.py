@@ -88,6 +88,8 @@ ATTRIBUTES = {
     f"{FSDP}._fsdp_state:FSDPState": (
         "_auto_reshard_after_forward",
         "_register_pre_backward_hook",
+        "_root_post_backward_final_callback",
+        "_state_ctx",
     ),
     f"{PL}:LightningModule": ("_compiler_ctx", "_device", "_device_mesh"),
     f"{PL}.cli:LightningCLI": ("_get", "_subcommand_parsers"),

@@ -25,7 +25,8 @@ from lightning_automodel import mesh as meshes
 from lightning_automodel._compat import fsdp2
 from lightning_automodel._compat.dtensor import strided_shard
 from lightning_automodel._compat.dtensor_gradients import average_gradients_of_whole
-from lightning_automodel._compat.fsdp2 import parameter_groups, reduce_unused_parameters
+from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
 from lightning_automodel._compat.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers import recorded_outputs
 from lightning_automodel.config import FSDP2Config
@@ -179,7 +180,7 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.rare = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.used, self.rare, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rare(self.used(x)) if dist.get_rank() == 0 else self.used(x)
@@ -191,11 +192,12 @@ def gradient_of_rare_parts() -> list[float]:
     model, x = Uneven(), torch.randn(2, 3)
     whole = copy.deepcopy(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    reduce_unused_parameters(model)
+    reduce_what_any_rank_has(model)  # type: ignore[arg-type]
     for is_last in (False, True):
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         model(x).sum().backward()
         whole.rare(whole.used(x)).sum().backward()
+    assert [p.grad for p in model.unused.parameters()] == [None, None]
     found = dict(model.rare.named_parameters())
     gradients = ((found[name].grad, p.grad) for name, p in whole.rare.named_parameters())
     return [float((many.full_tensor() - one / 2).abs().max()) for many, one in gradients]

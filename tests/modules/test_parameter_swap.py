@@ -113,3 +113,12 @@ def test_what_an_adapter_leaves_as_a_buffer_goes_back() -> None:
         block(torch.ones(3))
         assert not dict(adapted.base_layer.named_buffers())
         assert isinstance(adapted.base_layer.weight, nn.Parameter)
+
+
+def test_hooks_that_were_there_before_see_the_other_tensor() -> None:
+    layer, swap, seen = nn.Linear(3, 3), ParameterSwap(), []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight))  # as old weight_norm reads it
+    swap.add(layer, "weight", Doubled())
+    swap.install(layer)
+    layer(torch.ones(1, 3))
+    torch.testing.assert_close(seen[0], 2 * layer.weight)

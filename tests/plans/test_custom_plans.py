@@ -84,11 +84,20 @@ class Bare(nn.Module):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
+class Tied(Bare):
+    """Its head has the matrix of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
 def errors_of_bare_pairs() -> dict[str, tuple[float, str]]:
     """Runs on each rank."""
     pair = {"up": "colwise", "down": "rowwise"}
     plans = {"pair": pair, "second alone": {"down": "rowwise"}, "head": {**pair, "head": "colwise_gather_output"}}
-    return {name: _error(Bare, plan) for name, plan in plans.items()}
+    tied = {end: _error(Tied, {**pair, end: "replicate"}) for end in ("embed", "head")}
+    return {**{name: _error(Bare, plan) for name, plan in plans.items()}, **tied}
 
 
 def errors_of_cut_streams() -> dict[str, tuple[float, str]]:

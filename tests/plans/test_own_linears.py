@@ -1,12 +1,13 @@
 """Layers that a user derived from torch.nn.Linear, in a model whose own plan splits them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from transformers import LlamaForCausalLM
 
 from lightning_automodel.plans.derivation import derive_layout
@@ -47,6 +48,11 @@ class Scaled(nn.Linear):
         return 2 * functional.linear(x, self.weight.tanh(), self.bias)
 
 
+def reparametrized(function: Any) -> Any:
+    """A layer whose weight is an attribute that a hook computes."""
+    return lambda *sizes: function(nn.Linear(*sizes, bias=False))
+
+
 def model_with(kind: Any, projection: str) -> LlamaForCausalLM:
     model = tiny_llama()
     mlp = model.model.layers[1].mlp
@@ -64,6 +70,13 @@ def model_with(kind: Any, projection: str) -> LlamaForCausalLM:
         (LargestOfInput, "down_proj", "gives other numbers with a part of the weight"),
         (Factors, "up_proj", r"parameters beside weight and bias \(a, b\)"),
         (None, "up_proj", "remove_parametrizations"),
+        (reparametrized(nn.utils.weight_norm), "up_proj", "by a hook .*remove_weight_norm"),
+        (reparametrized(nn.utils.spectral_norm), "down_proj", "by a hook .*remove_spectral_norm"),
+        (
+            reparametrized(partial(prune.l1_unstructured, name="weight", amount=0.5)),
+            "up_proj",
+            r"by a hook .*prune\.remove",
+        ),
     ],
 )
 def test_what_needs_the_whole_weight_is_refused(kind: Any, projection: str, message: str) -> None:

@@ -79,6 +79,19 @@ class InTurn(Steps):
         return [torch.optim.SGD(model.parameters(), lr=0.3) for model in (self.model, self.other)]
 
 
+class ToggledLate(InTurn):
+    """The same, with both models called when one of them is told not to train."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        ids = batch[0]
+        loss = (self.model(input_ids=ids).logits * self.other(input_ids=(ids * 7 + 3) % 61).logits).mean()
+        self.toggle_optimizer(first)
+        self._step(first, loss)
+        self.toggle_optimizer(second)
+        self._step(second, self.other(input_ids=ids, labels=ids).loss)
+
+
 class MeanTeacher(Steps):
     """A copy that follows the model, by hand, behind each batch."""
 
@@ -246,6 +259,7 @@ def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
 KINDS = (
     Masked,
     InTurn,
+    ToggledLate,
     MeanTeacher,
     MomentumEncoder,
     Sharpened,

@@ -88,7 +88,7 @@ def install_local_tensors(
     for name, swap in swaps.items():
         owner = model.get_submodule(name)
         owner.register_forward_pre_hook(_refuse_recomputing)
-        swap.install(owner)
+        swap.install(owner, behind_others=name in (streams or {}))
 
 
 def _local_tensor(

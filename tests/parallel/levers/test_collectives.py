@@ -16,6 +16,7 @@ from tests.support.families import tiny_model
 STREAM = ROWS * LENGTH * 96 * 4  # bytes of the residual stream
 GATHER = 4 * BLOCK  # bytes of a block's parameters
 NORM = 96 * 4
+PARAMETERS = 9  # of a block
 
 
 def per_block(sizes: dict[str, int], fields: dict[str, Any], micro_batches: int) -> dict[str, dict[str, float]]:
@@ -51,7 +52,19 @@ def whole_block(count: float) -> dict[str, float]:
     return {"count": count, "bytes": count * GATHER}
 
 
-GATHERED = {"forward all-gather dp_shard_cp": whole_block(1), "backward reduce-scatter dp_shard_cp": whole_block(1)}
+def reduced_block(count: float, ranks: int) -> dict[str, float]:
+    """With a flag of each parameter to each rank, which says whether there is a gradient."""
+    return {"count": count, "bytes": GATHER + 4 * PARAMETERS * ranks}
+
+
+def gathered_and_reduced(ranks: int = 2) -> dict[str, Any]:
+    return {
+        "forward all-gather dp_shard_cp": whole_block(1),
+        "backward reduce-scatter dp_shard_cp": reduced_block(1, ranks),
+    }
+
+
+GATHERED = gathered_and_reduced()
 CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
     (
         {"tp": 2},
@@ -84,7 +97,10 @@ CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
         {"dp_shard": 2},
         {"fsdp2_min_num_params": PAIR},
         1,
-        {key: {"count": 1 / 2, "bytes": GATHER} for key in (*GATHERED, "backward all-gather dp_shard_cp")},
+        {
+            key: {"count": 1 / 2, "bytes": costs["bytes"]}
+            for key, costs in {**GATHERED, "backward all-gather dp_shard_cp": whole_block(1)}.items()
+        },
     ),
     (  # gradients are reduced once, while parameters are gathered for every micro-batch
         {"dp_shard": 2},
@@ -93,14 +109,14 @@ CASES: list[tuple[dict[str, int], dict[str, Any], int, dict[str, Any]]] = [
         {
             "forward all-gather dp_shard_cp": whole_block(2),
             "backward all-gather dp_shard_cp": whole_block(2),
-            "backward reduce-scatter dp_shard_cp": whole_block(1),
+            "backward reduce-scatter dp_shard_cp": reduced_block(1, 2),
         },
     ),
     (
         {"dp_replicate": 2},
         {},
         1,
-        {"backward all-reduce dp_replicate": whole_block(1)},
+        {"backward all-reduce dp_replicate": reduced_block(1, 1)},
     ),
 ]
 
@@ -188,4 +204,7 @@ def test_pairs_of_ranks_hold_blocks_between_the_passes(pool4: Pool) -> None:
     for found in pool4.run(gathered, fields):
         assert (found["forward"], found["backward"], found["held"]) == as_true[1:]
     for costs in pool4.run(per_block, {"dp_shard": 4}, fields, 1):
-        assert costs == {**GATHERED, "backward all-gather other": whole_block(1)}  # over two ranks, not four
+        assert costs == {
+            **gathered_and_reduced(4),
+            "backward all-gather other": whole_block(1),
+        }  # over two ranks, not four

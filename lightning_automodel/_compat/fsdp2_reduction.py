@@ -1,0 +1,204 @@
+"""Lets FSDP2 reduce gradients that some ranks have and others lack, and those that wait where no backward pass comes.
+
+FSDP2 reduces the gradients of a unit that a rank has, and takes those of other ranks for the same. Two heads of one
+unit, of which the samples choose::
+
+                    GPU 0               GPU 1
+    gradients of    heads.0             heads.1               FSDP2: the sum of both becomes a gradient of either
+    reduced         heads.0  0   1 0    0  heads.1   0 1      zeros for what a rank lacks, and which it has
+    sums            heads.0  heads.1  1 1                     0 in the place of 1: no rank has one, and it stays None
+
+Which gradients there are goes along in the same buffer, so nothing more is sent.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+
+from lightning_automodel._compat.fake_shapes import is_fake
+from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
+
+_WAITING = "_gradients_that_wait"
+_numbers = count()
+
+
+def reduce_what_any_rank_has(unit: FSDPModule) -> None:
+    """Let an FSDP2 unit reduce each gradient that any rank has, and leave ``None`` where no rank has one."""
+    for group in parameter_groups(unit):
+        reduction = _Reduction(group, fully_shard.state(unit))  # type: ignore[attr-defined]
+        group.post_backward = partial(reduction.run, group.post_backward)
+        group.finalize_backward = partial(reduction.end, group.finalize_backward)
+
+
+def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
+    """Reduce gradients of earlier micro-batches in models that the last one did not use: nothing else would.
+
+    FSDP2 does it when the backward pass that comes through a model ends. Collective: all ranks have called the same
+    models.
+    """
+    states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+    waiting = [state for state in states if any(map(_only_waits, _groups(state)))]
+    for state in {id(state._state_ctx): state for state in waiting}.values():
+        state._root_post_backward_final_callback()
+
+
+class _Reduction:
+    """What a group of parameters does behind its backward pass, with flags of the gradients that this rank has."""
+
+    def __init__(self, group: Any, state: Any) -> None:
+        self.group, self.state, self.number = group, state, next(_numbers)
+        sizes = (getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size"))
+        self.ranks = math.prod(sizes)
+        self.absent: dict[Any, list[tuple[_Flags, int]]] = {}  # parameters that had none before, with where to look
+
+    def run(self, post_backward: Callable, *unused: Any) -> None:
+        """Run FSDP2's own ``post_backward`` with zeros for what this rank lacks, and with the flags."""
+        group = self.group
+        if not any(_was_gathered(held) for held in group.fsdp_params):
+            return  # never called; FSDP2 would look for gradients to widen all the same
+        trained = [held for held in group.fsdp_params if held._unsharded_param.requires_grad]
+        if not trained or not group.reduce_grads or self.ranks == 1:
+            post_backward(*unused)
+            setattr(group, _WAITING, list(_waiting(group)))
+            if not group.reduce_grads:
+                _put_aside[self.number] = self
+            return
+        has = [_gradient(held) is not None for held in trained]
+        dtype = _reduced_dtype(trained)
+        for held in trained:
+            if _gradient(held) is None:
+                held.unsharded_accumulated_grad = torch.zeros_like(held._unsharded_param, dtype=dtype)
+        for held in (held for held, there in zip(trained, has, strict=True) if not there):
+            if held.sharded_param.grad is None:
+                self.absent.setdefault(held, [])
+        flags = _Flags(_marked(has, dtype, group.device), group.mesh_info)
+        own = group.fsdp_params
+        group.fsdp_params = [*own, flags]
+        try:
+            post_backward(*unused)
+        finally:
+            group.fsdp_params = own
+        setattr(group, _WAITING, [])
+        for i, held in enumerate(trained):
+            if held in self.absent:  # a model that was called twice is reduced twice
+                self.absent[held].append((flags, i))
+
+    def end(self, finalize_backward: Callable) -> None:
+        """Take away the zeros of parameters that no rank has used, when the sums are there; waits for them."""
+        finalize_backward()
+        for held, places in self.absent.items():
+            if not any(flags.counts(i) for flags, i in places):
+                held.sharded_param.grad = None
+        self.absent.clear()
+        if self.group.reduce_grads:
+            self.reduce_others()
+
+    def reduce_others(self) -> None:
+        """Reduce what waits in other models that the backward pass did not come through, and which is let go now."""
+        released = {number: other for number, other in sorted(_put_aside.items()) if other.group.reduce_grads}
+        waiting = [other.state for other in released.values() if _only_waits(other.group)]
+        own = self.state._state_ctx
+        for state in {id(state._state_ctx): state for state in waiting if state._state_ctx is not own}.values():
+            state._root_post_backward_final_callback()
+        for number in released:
+            _put_aside.pop(number, None)
+
+
+_put_aside: WeakValueDictionary[int, _Reduction] = WeakValueDictionary()
+"""Those with gradients that wait, in the order in which the groups were made, which all ranks have."""
+
+
+class _Flags:
+    """Stands among the parameters of a group while it is reduced: [ranks, parameters], 1 where a rank has a gradient.
+
+    It has what FSDP2 asks of a parameter there; each rank gets the row of sums.
+    """
+
+    def __init__(self, flags: Tensor, mesh_info: Any) -> None:
+        ranks = getattr(mesh_info, "shard_mesh_size", 1)
+        self.unsharded_accumulated_grad: Tensor | None = flags.expand(ranks, -1).contiguous()
+        self.sharded_size = torch.Size((1, len(flags)))
+        self.contiguous_sharded_stride = (len(flags), 1)
+        self.fsdp_placement = Shard(0)
+        self.offload_to_cpu = False
+        self.sharded_param: Any = SimpleNamespace(grad=None)
+        self._unsharded_param = None
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> Tensor | None:
+        """Return what is reduced."""
+        return self.unsharded_accumulated_grad
+
+    def counts(self, index: int) -> bool:
+        """Tell whether any rank has a gradient of a parameter; not while the sum over the replicas is still to come."""
+        sums = self.sharded_param.grad
+        return sums is not None and not is_fake(sums) and bool(sums[0, index])
+
+    def to_sharded_dtensor(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def to_sharded(self) -> None:
+        pass
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        pass
+
+
+def _marked(flags: list[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``flags`` as numbers; a list would be copied to the device, and the host would wait."""
+    marks = torch.ones(len(flags), dtype=dtype, device=device)
+    for i in (i for i, flag in enumerate(flags) if not flag):
+        marks[i].zero_()
+    return marks
+
+
+def _groups(state: Any) -> list[Any]:
+    return [group for each in state._state_ctx.all_states for group in parameter_groups_of(each)]
+
+
+def _was_gathered(held: Any) -> bool:
+    return hasattr(held, "_unsharded_param")
+
+
+def _gradient(held: Any) -> Tensor | None:
+    if held.unsharded_accumulated_grad is not None:
+        return held.unsharded_accumulated_grad
+    return held._unsharded_param.grad
+
+
+def _reduced_dtype(trained: list[Any]) -> torch.dtype:
+    """Give all gradients of a group one dtype, which FSDP2 wants, and return it.
+
+    They differ where some were kept in that of the reduction and others come from the last micro-batch alone.
+    """
+    if any(held.unsharded_accumulated_grad is not None for held in trained):
+        for held in trained:
+            held.accumulate_unsharded_grad_if_needed()
+            held.to_accumulated_grad_if_needed()
+    found = (gradient.dtype for held in trained if (gradient := _gradient(held)) is not None)
+    return next(found, trained[0]._unsharded_param.dtype)
+
+
+def _waiting(group: Any) -> Iterator[tuple[Tensor, int]]:
+    """Yield the gradients that a group has not reduced, and what tells whether something was added to them since."""
+    for held in group.fsdp_params:
+        if _was_gathered(held) and (gradient := _gradient(held)) is not None:
+            yield gradient, gradient._version
+
+
+def _only_waits(group: Any) -> bool:
+    """Tell whether a group has gradients that it put aside, and nothing has been added to them since."""
+    kept = getattr(group, _WAITING, [])
+    if not kept or not group.reduce_grads:
+        return False
+    now = list(_waiting(group))
+    return [(id(x), version) for x, version in kept] == [(id(x), version) for x, version in now]

@@ -1,0 +1,103 @@
+"""Lists of which a pass calls some members, told from chains by their code."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.modules.structure import find_independent_blocks
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+
+class Chain(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Indexed(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.layers)):
+            layer = self.layers[i]
+            x = layer(x) + self.layers[0](x)
+        return x
+
+
+class Read(Chain):
+    def layer_of(self, index: int) -> nn.Module:
+        self.layers[index].requires_grad_(True)
+        return self.layers[index]
+
+
+class Recomputed(Holder):
+    def forward(self, x: Tensor, states: list[Tensor] | None = None) -> Tensor:
+        for layer in self.layers:
+            if states is not None:
+                states.append(x)
+            if self.training:
+                with torch.no_grad():
+                    x = layer(x)
+            else:
+                x = layer(x)
+            if x is None:
+                continue
+        return x
+
+
+class Task(Holder):
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.layers[task](x)
+
+
+class Inherits(Task):
+    pass
+
+
+class Named(Holder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    def forward(self, x: Tensor, tasks: list[str]) -> list[Tensor]:
+        return [self.layers[task](x) for task in tasks]
+
+
+class Experts(Holder):
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if (chosen == i).any():
+                x = x.index_add(0, (chosen == i).nonzero()[:, 0], layer(x[chosen == i]))
+        return x
+
+
+class Hit(Holder):
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        for i in chosen.unique().tolist():
+            x = x + self.layers[i](x)
+        return x
+
+
+class LeftOut(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < 0.5:
+                continue
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Chain, Indexed, Read, Recomputed])
+def test_a_chain(kind: type[Holder]) -> None:
+    assert list(find_independent_blocks(kind())) == ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("kind", [Task, Inherits, Named, Experts, Hit, LeftOut])
+def test_what_is_chosen_belongs_to_its_holder(kind: type[Holder]) -> None:
+    assert find_independent_blocks(kind()) == {}
