@@ -13,6 +13,7 @@ from lightning_automodel import DDPStrategy as DDPStrategyOfOurs
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.checkpointing.test_states import Counting
 from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
 
 STEPS_PER_EPOCH = 4
@@ -130,19 +131,27 @@ class Quasi(Recorder):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, history_size=3)
 
 
-def test_states_in_lists_go_to_other_layouts(nursery: Nursery, tmp_path: Path) -> None:
+class Counted(Recorder):
+    """With a state for all parameters together."""
+
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Quasi, Counted])
+def test_states_of_other_forms_go_to_other_layouts(nursery: Nursery, tmp_path: Path, kind: type[Recorder]) -> None:
     one = Pool(nursery, 1)
     settings: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
     for distributed in (True, False):
         ours, folder = {"save_distributed_checkpoint": distributed}, tmp_path / str(distributed)
-        whole = one.run(train, ours, folder, 2, module=Quasi(), trainer=True, **settings)[0]
-        again = one.run(resume_replicated, folder, settings, trainer=True)[0]
+        whole = one.run(train, ours, folder, 2, module=kind(), trainer=True, **settings)[0]
+        again = one.run(resume_replicated, kind, folder, settings, trainer=True)[0]
         assert again["losses"] == pytest.approx(whole["losses"][len(whole["losses"]) // 2 :], abs=1e-5)
         assert furthest(again["parameters"], whole["parameters"]) < 1e-5
 
 
-def resume_replicated(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    module = Quasi()
+def resume_replicated(kind: type[Recorder], folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    module = kind()
     run = make_trainer(DDPStrategyOfOurs(), max_epochs=2, **settings)
     run.fit(module, batches(1, shuffle=True), ckpt_path=folder / "epoch=0.ckpt")
     return {"losses": module.losses, "parameters": whole_parameters(module)}
