@@ -192,6 +192,7 @@ class SharedHooks(SavingStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self.choose_trained()
         begin_next_epoch(self._trainer)
         set_callbacks_for_epoch(self._trainer)
         average_rate_search(self._trainer, self.reduce)

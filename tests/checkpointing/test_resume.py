@@ -14,6 +14,7 @@ from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.checkpointing.test_states import Counting
+from tests.strategies.test_habits_of_steps import Unfrozen
 from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
 
 STEPS_PER_EPOCH = 4
@@ -84,6 +85,24 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
         for key, value in state.items()
     }
     return {**{name: value.load() for name, value in found["state_dict"].items()}, **moments}
+
+
+# ---- layers that a callback has thawed -------------------------------------------------------------------------------
+
+
+def train_thawing(sizes: dict[str, Any], directory: Path, resume: Path | None = None) -> dict[str, Any]:
+    """Runs on each rank: one block more trains in each epoch."""
+    return train(sizes, directory, 3, module=Unfrozen(), resume=resume)
+
+
+def test_what_was_thawed_trains_on(pool2: Pool, tmp_path: Path) -> None:
+    whole = pool2.run(train_thawing, {"tp": 2}, tmp_path / "a", trainer=True)[0]
+    for sizes in ({}, {"tp": 2, "save_distributed_checkpoint": False}):
+        for resume in (tmp_path / "a/epoch=0.ckpt", tmp_path / "a/epoch=1.ckpt"):
+            folder = tmp_path / f"b{len(sizes)}{resume.stem}"
+            again = pool2.run(train_thawing, sizes, folder, resume, trainer=True)[0]
+            assert again["losses"] == pytest.approx(whole["losses"][-len(again["losses"]) :], abs=1e-6)
+            assert furthest(again["parameters"], whole["parameters"]) < 1e-5
 
 
 # ---- checkpoints of other strategies ---------------------------------------------------------------------------------
