@@ -87,9 +87,22 @@ def is_shared(gradient: Tensor) -> bool:
     return count is None or count() > 1
 
 
+class _OwnGradient(torch.autograd.Function):
+    """A tensor whose gradient nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone() if torch.compiler.is_compiling() or is_shared(grad) else grad
+
+
 def average_gradients_of_whole(axes: Iterable[str]) -> None:
     """Let gradients that reach ``parameter.full_tensor()`` be averaged over the mesh axes ``axes``, as those of the
-    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own.
+    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own: a view, so that
+    parameters that are terms of one sum would have their gradients in one memory.
 
     Args:
         axes: of ranks that see different samples.
@@ -109,8 +122,10 @@ def _average_gradients_of_whole() -> None:
         mesh = self.device_mesh
         of_data = [name in _DATA_AXES for name in mesh.mesh_dim_names or ()]
         ranks = math.prod(size for size, differs in zip(mesh.shape, of_data, strict=False) if differs)
-        if grad_placements is not None or ranks == 1 or not (self.requires_grad and torch.is_grad_enabled()):
+        if not (self.requires_grad and torch.is_grad_enabled()):
             return original(self, grad_placements=grad_placements)
+        if grad_placements is not None or ranks == 1:
+            return _OwnGradient.apply(original(self, grad_placements=grad_placements))
         differing = [Partial() if differs else Replicate() for differs in of_data]
         if not any(placement.is_partial() for placement in self.placements):
             whole = original(self, grad_placements=differing)

@@ -16,7 +16,12 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection as d
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
@@ -219,6 +224,23 @@ def begin_next_epoch(trainer: Trainer) -> None:
     progress: Any = loop.epoch_progress.total
     if loop.restarted_mid_epoch and progress.processed == progress.started:
         loop.reset_restart_stage()
+
+
+def set_callbacks_for_epoch(trainer: Trainer) -> None:
+    """Let Lightning's own callbacks set, in a run that resumes within an epoch, what holds until the epoch ends.
+
+    They set it in ``on_train_epoch_start`` (how many micro-batches are a step, the schedule of averaging), which
+    Lightning calls for whole epochs only, and which their checkpoints do not hold.
+    """
+    if trainer.fit_loop.restarted_mid_epoch:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Tells whether batches pass forward only, and gradients stay: averaging counts the means of batch norms so."""
+    return trainer.fit_loop._skip_backward
 
 
 def overfits(trainer: Trainer) -> bool:

@@ -187,7 +187,7 @@ def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for group in optimizer["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     groups = [{**group, "params": [number[name] for name in group["params"]]} for group in optimizer["param_groups"]]
-    return {**optimizer, "state": {number[n]: s for n, s in optimizer["state"].items()}, "param_groups": groups}
+    return {**optimizer, "state": {number.get(n, n): s for n, s in optimizer["state"].items()}, "param_groups": groups}
 
 
 def _loaded(tree: Any, directory: Path, known: dict[StoredTensor, Tensor]) -> Any:

@@ -71,12 +71,22 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     if not state:
         return {}
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    values = {names[i]: {key: _storable(v) for key, v in value.items()} for i, value in state["state"].items()}
+    values = {_name(optimizer, key, names): _storable(value) for key, value in state["state"].items()}
     return {"state": values, "param_groups": groups}
+
+
+def _name(optimizer: Optimizer, key: Any, names: list[str]) -> str:
+    """Name a state: of a parameter, or what an optimizer keeps for all of them (``optimizer.state["k"]``)."""
+    if not isinstance(key, int | str):
+        kind = type(optimizer).__name__
+        raise ValueError(f"{kind} keeps a state under {key!r}, which has no name in a checkpoint; use a string")
+    return names[key] if isinstance(key, int) else key
 
 
 def _storable(value: Any) -> Any:
     """Gather what is in lists (LBFGS has some), which ranks do not write in parts."""
+    if type(value) is dict:
+        return {key: _storable(item) for key, item in value.items()}
     return gather_state(value) if type(value) in (list, tuple) else value
 
 
@@ -154,8 +164,8 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     _check_class(optimizer, saved["param_groups"])
     saved = _by_name(saved, names, [len(group["params"]) for group in optimizer.param_groups])
     _warn_of_others(optimizer, names, [name for group in saved["param_groups"] for name in group["params"]])
-    state: dict[int, State] = {}
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
+    state: dict[Any, Any] = _of_no_parameter(saved, pairs)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if name in saved["state"]:
@@ -254,7 +264,7 @@ def _check_class(optimizer: Optimizer, saved: list[State]) -> None:
     fewer, other classes both.
     """
     options = set(saved[0]) if saved else set(optimizer.defaults)
-    missing = sorted(set(optimizer.defaults) - options)
+    missing = sorted(set(optimizer.defaults) - options - {"differentiable"})  # torch adds it to every copy of one
     unknown = sorted(options - set(optimizer.state_dict()["param_groups"][0]) - {"initial_lr", "param_names"})
     if missing and unknown:
         raise ValueError(
@@ -296,7 +306,7 @@ def _by_name(saved: Mapping[str, Any], names: list[str], sizes: list[int]) -> St
         )
     name_of = dict(zip(keys, names, strict=True))
     groups = [{**g, "params": [name_of[key] for key in g["params"]]} for g in saved["param_groups"]]
-    return {"state": {name_of[key]: value for key, value in saved["state"].items()}, "param_groups": groups}
+    return {"state": {name_of.get(key, key): value for key, value in saved["state"].items()}, "param_groups": groups}
 
 
 def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[State]:
@@ -307,6 +317,12 @@ def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[St
         match = next((g for g in saved if own and own[0] in g["params"]), {})
         groups.append({**group, **match, "params": group["params"]})
     return groups
+
+
+def _of_no_parameter(saved: State, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> State:
+    """Allocate what an optimizer keeps for all parameters together, whole on each rank, and note what is read."""
+    names = {name for group in saved["param_groups"] for name in group["params"]}
+    return {key: _targets(torch.empty(0), value, pairs) for key, value in saved["state"].items() if key not in names}
 
 
 def _targets(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:

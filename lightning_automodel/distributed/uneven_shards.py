@@ -87,9 +87,10 @@ def stored_state(optimizer: Optimizer) -> dict[str, Any]:
     if not state:
         return {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found: dict[int, Mapping[str, Any]] = {}
-    for number, values in state["state"].items():
-        found[number] = map_tensors(values, partial(like_parameter, parameters[number]))
+    found: dict[Any, Any] = {}
+    for key, values in state["state"].items():
+        is_of_parameter = type(key) is int  # an optimizer may keep more: optimizer.state["k"]
+        found[key] = map_tensors(values, partial(like_parameter, parameters[key])) if is_of_parameter else values
     return {**state, "state": found}
 
 

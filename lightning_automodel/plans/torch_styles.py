@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
+from lightning_automodel.distributed.collectives import scale_gradient
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_names_of_ends
 from lightning_automodel.plans.published import published_plan
@@ -69,9 +70,18 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
                 owner.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
-                swap.add(owner, name, lambda stored: stored.to_local(grad_placements=[Partial()]))
+                swap.add(owner, name, _local_of_partial)
         swap.install(module)
         return module
+
+
+def _local_of_partial(stored: DTensor) -> Tensor:
+    """Show the local tensor of a whole parameter, whose gradient is a rank's term of the sum over tp.
+
+    The gradient is a product, which is nobody else's: both terms of a sum have one gradient, and what they are given is
+    added to in place by the next micro-batch.
+    """
+    return scale_gradient(stored.to_local(grad_placements=[Partial()]), 1.0)
 
 
 TORCH_STYLES["replicated_with_grad_allreduce"] = (ReplicatedWithGradAllReduce, {})

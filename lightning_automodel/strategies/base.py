@@ -22,6 +22,7 @@ from lightning_automodel._compat.lightning import (
     bring_own_precision,
     choose_checkpoint_paths,
     optimizers_to_device,
+    set_callbacks_for_epoch,
 )
 from lightning_automodel._compat.modules import have_gradient_hooks
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
@@ -191,7 +192,9 @@ class SharedHooks(SavingStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self.choose_trained()
         begin_next_epoch(self._trainer)
+        set_callbacks_for_epoch(self._trainer)
         average_rate_search(self._trainer, self.reduce)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()

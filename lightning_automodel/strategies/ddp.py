@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.tensor import DTensor
@@ -90,6 +90,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         self.config = DDPConfig.chosen(config)
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._readers: ProcessGroup | None = None
+        self._averages_itself = False
         super().__init__(
             process_group_backend=process_group_backend or self.config.backend,
             timeout=timeout,
@@ -166,11 +167,51 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if (trained := self._trained()) != self._reduced:  # a callback unfroze a layer, or another adapter is in use
-            self.model = self.lightning_module
-            self.configure_ddp()
-            self._reduced = trained
-        return super().training_step(*args, **kwargs)
+        self._averages_itself = False
+        if self._trained() != self._reduced:  # a callback unfroze a layer, or another adapter is in use
+            self._wrap_again()
+        handle = self._module.register_forward_hook(self._end_forward)
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            handle.remove()
+            if self._averages_itself:
+                self.model.require_backward_grad_sync = True  # type: ignore[union-attr]
+
+    def _wrap_again(self) -> None:
+        trained = self._trained()
+        average_gradients([p for p in self._module.parameters() if p in self._reduced - trained])
+        self.model = self.lightning_module
+        self.configure_ddp()
+        self._reduced = trained
+
+    def _end_forward(self, *_: Any) -> None:
+        """Keep torch's wrapper from reducing what it was made for, if the step itself has chosen other parameters."""
+        if self._module.automatic_optimization and self._must_average():
+            self._averages_itself = True
+            self.model.require_backward_grad_sync = False  # type: ignore[union-attr]
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if not self._module.automatic_optimization and self._must_average():
+            self._averages_itself = True  # the wrapper is not prepared, and reduces nothing
+        else:
+            super().pre_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._averages_itself:
+            automatic, self._averages_itself = self._module.automatic_optimization, False
+            average_gradients([p for p in self._module.parameters() if automatic or p.requires_grad])
+
+    def _must_average(self) -> bool:
+        """Tell whether gradients are due, and torch's wrapper would leave some on their rank, without a word."""
+        trained = self._trained()
+        if not getattr(self.model, "require_backward_grad_sync", False) or trained == self._reduced:
+            return False
+        are_found = self.config.find_unused_parameters and trained < self._reduced
+        return self._module.automatic_optimization or not are_found  # by hand, no gradient waits for a later backward
 
     def _trained(self) -> set[nn.Parameter]:
         """Collect what torch's wrapper reduces, which it decides on when it is made."""
@@ -217,6 +258,24 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     def teardown(self) -> None:
         self.model = self.lightning_module  # without the wrapper
         super().teardown()
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Average the gradients with which ``parameters`` wait for an optimizer step, if they have any. Collective.
+
+    torch's wrapper would do so in the last micro-batch of the step, for which it does not know them. What was averaged
+    before stays what it is.
+    """
+    if not parameters:
+        return
+    found = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    for parameter, is_waiting in zip(parameters, found.tolist(), strict=True):
+        if is_waiting:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            wide = gradient.float().div(dist.get_world_size())
+            dist.all_reduce(wide)
+            parameter.grad = wide.to(gradient.dtype)
 
 
 def reduce_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
 from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
-from lightning_automodel._compat.lightning import default_timeout, set_device
+from lightning_automodel._compat.lightning import default_timeout, set_device, skips_backward
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -243,7 +243,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        if output is None or not self.lightning_module.automatic_optimization:  # no backward pass follows
+        by_hand = not self.lightning_module.automatic_optimization
+        if output is None or by_hand or skips_backward(self._trainer):  # no backward pass follows
             reshard(self.lightning_module)
         return output
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.lightning import skips_backward
 from lightning_automodel._compat.modules import hooks_of
 from lightning_automodel.modules.reachable_code import is_of_library, names_in, objects_of, reachable_code, strings_in
 
@@ -42,7 +43,8 @@ class LastGradients:
 
         The condition is that of Lightning's loop (``_AutomaticOptimization._make_zero_grad_fn``).
         """
-        if self.may_go and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if self.may_go and is_first and not skips_backward(trainer):
             for optimizer in optimizers:
                 optimizer.zero_grad()
 

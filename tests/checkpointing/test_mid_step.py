@@ -1,11 +1,13 @@
 """A checkpoint between the micro-batches of an optimizer step, in the middle of an epoch, goes on exactly there."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -16,6 +18,7 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
 from tests.support.training import (
     GLOBAL_BATCH,
+    Descending,
     Recorder,
     SaveAfter,
     largest_difference,
@@ -121,6 +124,38 @@ def test_every_data_rank_has_its_own_position(pool2: Pool, tmp_path: Path) -> No
     for rank in range(2):
         assert again[rank]["losses"] == whole[rank]["losses"][3:]
         assert largest_difference(again[rank], whole[rank]) == 0
+
+
+# ---- what Lightning's callbacks set when an epoch begins -------------------------------------------------------------
+
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "steps of more micro-batches": lambda: GradientAccumulationScheduler({0: 2, 1: 4}),
+    "averages": lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=3),
+}
+
+
+def run_with(name: str, directory: Path) -> list[tuple[list[float], float]]:
+    """Runs on each rank: differences from the run that was not stopped, of one resumed within each of its epochs."""
+    found = []
+    for count in (3, 7):
+        results = []
+        for resume in (None, directory / f"{count}.ckpt"):
+            module, saver = Descending(), SaveAfter(directory / f"{count}.ckpt", count)
+            trainer = make_trainer({"tp": 2}, callbacks=[CALLBACKS[name](), *([] if resume else [saver])], max_epochs=3)
+            trainer.fit(module, DataLoader(TensorDataset(rows()), batch_size=GLOBAL_BATCH), ckpt_path=resume)
+            results.append({"losses": module.losses, "parameters": whole_parameters(module)})
+        whole, again = results
+        losses = zip(again["losses"], whole["losses"][count:], strict=True)
+        found.append(([one - other for one, other in losses], largest_difference(again, whole)))
+    return found
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_callbacks_set_for_an_epoch(name: str, pool2: Pool, tmp_path: Path) -> None:
+    for rank in pool2.run(run_with, name, tmp_path, trainer=True):
+        for losses, difference in rank:
+            assert not any(losses)
+            assert difference == 0
 
 
 # ---- manual optimization ---------------------------------------------------------------------------------------------

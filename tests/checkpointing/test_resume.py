@@ -13,6 +13,8 @@ from lightning_automodel import DDPStrategy as DDPStrategyOfOurs
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.checkpointing.test_states import Counting
+from tests.strategies.test_habits_of_steps import Unfrozen
 from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
 
 STEPS_PER_EPOCH = 4
@@ -85,6 +87,24 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {**{name: value.load() for name, value in found["state_dict"].items()}, **moments}
 
 
+# ---- layers that a callback has thawed -------------------------------------------------------------------------------
+
+
+def train_thawing(sizes: dict[str, Any], directory: Path, resume: Path | None = None) -> dict[str, Any]:
+    """Runs on each rank: one block more trains in each epoch."""
+    return train(sizes, directory, 3, module=Unfrozen(), resume=resume)
+
+
+def test_what_was_thawed_trains_on(pool2: Pool, tmp_path: Path) -> None:
+    whole = pool2.run(train_thawing, {"tp": 2}, tmp_path / "a", trainer=True)[0]
+    for sizes in ({}, {"tp": 2, "save_distributed_checkpoint": False}):
+        for resume in (tmp_path / "a/epoch=0.ckpt", tmp_path / "a/epoch=1.ckpt"):
+            folder = tmp_path / f"b{len(sizes)}{resume.stem}"
+            again = pool2.run(train_thawing, sizes, folder, resume, trainer=True)[0]
+            assert again["losses"] == pytest.approx(whole["losses"][-len(again["losses"]) :], abs=1e-6)
+            assert furthest(again["parameters"], whole["parameters"]) < 1e-5
+
+
 # ---- checkpoints of other strategies ---------------------------------------------------------------------------------
 
 
@@ -130,19 +150,27 @@ class Quasi(Recorder):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, history_size=3)
 
 
-def test_states_in_lists_go_to_other_layouts(nursery: Nursery, tmp_path: Path) -> None:
+class Counted(Recorder):
+    """With a state for all parameters together."""
+
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Quasi, Counted])
+def test_states_of_other_forms_go_to_other_layouts(nursery: Nursery, tmp_path: Path, kind: type[Recorder]) -> None:
     one = Pool(nursery, 1)
     settings: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
     for distributed in (True, False):
         ours, folder = {"save_distributed_checkpoint": distributed}, tmp_path / str(distributed)
-        whole = one.run(train, ours, folder, 2, module=Quasi(), trainer=True, **settings)[0]
-        again = one.run(resume_replicated, folder, settings, trainer=True)[0]
+        whole = one.run(train, ours, folder, 2, module=kind(), trainer=True, **settings)[0]
+        again = one.run(resume_replicated, kind, folder, settings, trainer=True)[0]
         assert again["losses"] == pytest.approx(whole["losses"][len(whole["losses"]) // 2 :], abs=1e-5)
         assert furthest(again["parameters"], whole["parameters"]) < 1e-5
 
 
-def resume_replicated(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    module = Quasi()
+def resume_replicated(kind: type[Recorder], folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    module = kind()
     run = make_trainer(DDPStrategyOfOurs(), max_epochs=2, **settings)
     run.fit(module, batches(1, shuffle=True), ckpt_path=folder / "epoch=0.ckpt")
     return {"losses": module.losses, "parameters": whole_parameters(module)}

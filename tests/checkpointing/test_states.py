@@ -1,5 +1,6 @@
 """States by name, on one process without torch.distributed."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -29,7 +30,19 @@ def grouped(model: nn.Sequential) -> list[dict[str, Any]]:
     return [{"params": list(model[1].parameters()), "lr": 0.3}, {"params": list(model[0].parameters())}]
 
 
-@pytest.mark.parametrize("make", [AdamW, Adafactor])
+class Counting(SGD):
+    """Counts steps for all parameters together, and in an option that its groups get with the first step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        state: dict[Any, Any] = self.state
+        state["k"] = state.get("k", torch.zeros(1, dtype=torch.long)) + 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["weight_decay"] = 0.1 * state["k"].item() * group["count"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [AdamW, Adafactor, Counting])
 def test_an_optimizer_goes_on_where_it_was(make: Any) -> None:
     """By number in the same order, and by name in groups of another order."""
     model = build()
@@ -85,6 +98,24 @@ def test_states_of_other_optimizers_are_refused() -> None:
     restore_optimizer(model, SGD(grouped(model), lr=0.1), grown.state_dict())
     with pytest.raises(ValueError, match=r"groups of \[2, 2\] parameters and this one of \[4\]"):
         restore_optimizer(model, sgd, grown.state_dict())
+
+
+def test_options_that_came_with_a_step_are_no_sign_of_another_optimizer() -> None:
+    model = build()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    saved = optimizer_state(model, optimizer)
+    for group in saved["param_groups"]:
+        del group["differentiable"]  # classes of users have no such option, until torch adds it to a copy
+    restore_optimizer(model, copy.copy(Counting(model.parameters(), lr=0.1)), saved)
+
+
+def test_states_without_a_name_are_refused() -> None:
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.state[(1, 2)] = {"n": 1}  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"SGD keeps a state under \(1, 2\), .* use a string"):
+        optimizer_state(model, optimizer)
 
 
 def test_parameters_that_only_one_optimizer_has_are_named() -> None:

@@ -109,7 +109,12 @@ ATTRIBUTES = {
         "_use_buffers",
     ),
     f"{PL}.loops.evaluation_loop:_EvaluationLoop": ("_data_fetcher", "_results", "_store_dataloader_outputs"),
-    f"{PL}.loops.fit_loop:_FitLoop": ("_combined_loader", "_data_fetcher", "_load_combined_loader_states"),
+    f"{PL}.loops.fit_loop:_FitLoop": (
+        "_combined_loader",
+        "_data_fetcher",
+        "_load_combined_loader_states",
+        "_skip_backward",
+    ),
     f"{PL}.loops.training_epoch_loop:_TrainingEpochLoop": (
         "_batches_that_stepped",
         "_should_accumulate",

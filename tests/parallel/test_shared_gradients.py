@@ -1,12 +1,27 @@
 """Terms of one sum have one gradient, which autograd hands to each: what is added to it belongs to one of them."""
 
+import copy
+import math
 from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.plans.torch_styles import ReplicatedWithGradAllReduce
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.plans.support import BOUND, SCHEDULE
 from tests.plans.test_partial_sums import SUMS, Composed, build
+from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.comparison import compare
+from tests.support.training import HIDDEN, batches, make_trainer, whole
 
 
 def error() -> tuple[float, str]:
@@ -18,3 +33,74 @@ def error() -> tuple[float, str]:
 def test_gradients_that_wait_for_their_reduction(pool4: Pool) -> None:
     for found, name in pool4.run(error):
         assert found <= BOUND, name
+
+
+# ---- torch's own ways from a parameter to what computes --------------------------------------------------------------
+
+
+class Twins(nn.Module):
+    """Two matrices, or two vectors, that are used as their sum."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.one + self.other)
+
+
+def furthest(sizes: tuple[int, int]) -> float:
+    """Runs on each rank: the largest difference of a gradient after three micro-batches, a part of each."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    one: Any = Twins(8)
+    samples = torch.randn(3, 2, dist.get_world_size(), 8)
+    many: Any = parallelize_module(copy.deepcopy(one), mesh["tp"], ReplicatedWithGradAllReduce())
+    if sizes[0] > 1:
+        fully_shard(many, mesh=mesh["dp"])
+        many.set_requires_gradient_sync(False)
+    for x in samples:
+        one(x).square().sum().backward()
+        many(x[:, dist.get_rank()]).square().sum().backward()
+    if sizes[0] > 1:
+        many.set_requires_gradient_sync(True)
+        (0 * many(samples[0, :, 0]).sum()).backward()
+    pairs = zip(many.parameters(), one.parameters(), strict=True)
+    return max(
+        float((sizes[0] * whole(p.grad) - whole(q.grad)).abs().max() / whole(q.grad).abs().max()) for p, q in pairs
+    )
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_the_style_for_torchs_parallelize_module(sizes: tuple[int, int], nursery: Nursery) -> None:
+    for found in Pool(nursery, math.prod(sizes)).run(furthest, sizes):
+        assert found <= BOUND
+
+
+class ReadsTwins(Noted):
+    """Computes with whole parameters itself."""
+
+    def change(self) -> None:
+        torch.manual_seed(0)
+        self.matrices, self.vectors = Twins(6, HIDDEN), Twins(HIDDEN)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
+        twins = (self.matrices, self.vectors)
+        pairs = [[p.full_tensor() if isinstance(p, DTensor) else p for p in (t.one, t.other)] for t in twins]
+        matrix, vector = (one + other for one, other in pairs)
+        return output.loss + ((output.hidden_states[-1] * vector) @ matrix.T).square().mean() + pairs[1][1].sum()
+
+
+def gradients_of_twins(strategy: Any) -> list[dict[str, Tensor]]:
+    """Runs on each rank: Lightning's own strategy for one device, or ours."""
+    module = ReadsTwins()
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, batches(1))
+    return module.gradients
+
+
+def test_whole_parameters_of_tensor_parallelism(nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of_twins, "auto", trainer=True)
+    for actual in pool2.run(gradients_of_twins, {"tp": 2}, trainer=True):
+        for one, many in zip(expected, actual, strict=True):
+            check_gradients(one, many)

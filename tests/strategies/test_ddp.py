@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.loading import safetensors as file_slices
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.subjects import save_families
 from tests.support.training import Descending, Recorder, batches, make_trainer, whole, whole_parameters, world_size
 
@@ -146,6 +147,64 @@ def test_hooks_and_what_is_reduced(pool2: Pool) -> None:
     assert worst(first["counted"], first["plain"]) < 1e-6
     assert worst(first["averaged"], first["plain"]) < 1e-6
     assert 0 < worst(first["narrow"], first["plain"]) < 1e-2
+
+
+# ---- which parameters train ------------------------------------------------------------------------------------------
+
+
+class Chooses(Noted):
+    """Trains other layers in each micro-batch, as a callback or its own step chooses."""
+
+    def __init__(self, in_step: bool) -> None:
+        super().__init__()
+        self.in_step = in_step
+
+    def choose(self, batch_idx: int) -> None:
+        for number, layer in enumerate(self.model.model.layers):
+            layer.requires_grad_((batch_idx + number) % 3 != 0)
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        if not self.in_step:
+            self.choose(batch_idx)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.in_step:
+            self.choose(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class ChoosesByHand(Chooses):
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+
+
+CHOICES = [(Chooses, in_step, count) for in_step in (False, True) for count in (1, 2)] + [(ChoosesByHand, True, 1)]
+
+
+def choose_all() -> list[list[dict[str, Tensor]]]:
+    """Runs on each rank: gradients of each step."""
+    found = []
+    for kind, in_step, count in CHOICES:
+        module = kind(in_step)
+        strategy = DDPStrategy() if world_size() > 1 else "auto"
+        run = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=count)
+        run.fit(module, batches(world_size()))
+        found.append(module.gradients)
+    return found
+
+
+def test_what_trains_in_each_micro_batch_may_change(nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(choose_all, trainer=True)
+    for actual in pool2.run(choose_all, trainer=True):
+        for many, one in zip(actual, expected, strict=True):
+            for found, gradients in zip(many, one, strict=True):
+                assert found.keys() == gradients.keys()
+                check_gradients(gradients, found)
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------

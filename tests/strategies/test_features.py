@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
@@ -105,6 +105,19 @@ class Built(Descending):
         self.model = tiny_llama()
 
 
+class Normed(Built):
+    """With a batch norm, whose means an average counts in an epoch more, without a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        normed = self.norm(torch.arange(10.0).view(2, 5).square())  # of the same rows on every rank
+        return super().loss(batch) + self.head(normed).square().mean()
+
+
 @dataclass(frozen=True)
 class Feature:
     """What a user writes."""
@@ -141,9 +154,14 @@ FEATURES = {
     "stochastic average": Feature(
         Built, {"max_epochs": 4}, lambda: [callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)]
     ),
+    "stochastic average of norms": Feature(
+        Normed,
+        {"max_epochs": 3, "limit_val_batches": 0},  # validation would clear the gradients with which Lightning steps
+        lambda: [callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)],
+    ),
     "summary": Feature(callbacks=lambda: [callbacks.ModelSummary(max_depth=-1), callbacks.RichModelSummary()]),
 }
-FAST = ("accumulation scheduler", "norms", "parameter groups")
+FAST = ("accumulation scheduler", "norms", "parameter groups", "stochastic average of norms")
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "tp": (lambda: FSDP2TPStrategy(tp=2), 1),
     "dp_shard": (FSDP2TPStrategy, 2),
