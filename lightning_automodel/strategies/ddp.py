@@ -273,7 +273,7 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
     for parameter, is_waiting in zip(parameters, found.tolist(), strict=True):
         if is_waiting:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            wide = gradient.float().div(dist.get_world_size())
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).div(dist.get_world_size())
             dist.all_reduce(wide)
             parameter.grad = wide.to(gradient.dtype)
 
