@@ -38,7 +38,7 @@ class OnTheHost(nn.Module):
 def test_a_tensor_on_the_wrong_device_is_found() -> None:
     model, run = model_on_meta(), replace(run_of(LAYOUTS["dp2"]), device_type="cuda")
     model.model.norm = OnTheHost()
-    with stage(run) as mesh, pytest.raises(RuntimeError, match="cuda:0(,| and) cpu"):
+    with stage(run) as mesh, pytest.raises(RuntimeError, match=r"cuda:0(,| and) cpu"):
         play(model, run, mesh)
 
 
