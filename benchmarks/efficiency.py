@@ -6,8 +6,9 @@ what it is blocked. Of the first, the share of matrix products (attention among 
 steps of their own, and set against half of those of one process; what is beyond is narrower or repeated products. Of
 the second, the collectives of the step are run again with nothing between them, all ranks together: that is what their
 bytes cost here. The rest is waiting for the other rank. Two processes that each train by themselves at the same moment
-share the machine's caches and memory, as ranks do: what they keep of their speed is the most that two ranks could
-reach. The last table has what FSDP2 sends over gloo beside gloo's own collectives.
+share the machine's caches and memory, as ranks do. The limit of a way is the efficiency of a step that takes half the
+time of one of those two, and the bytes of the way's collectives: no work of ours, no narrower product and no waiting.
+The last table has what FSDP2 sends over gloo beside gloo's own collectives.
 """
 
 import time
@@ -36,8 +37,8 @@ HEADLINE, WIDEST = 1024, 2048  # of the widest two rounds at most: a step takes 
 LAYERS, ROWS, LENGTH, VOCABULARY = 4, 2, 256, 1024
 WARM, PROFILED, REPEATS = 2, 1, 5
 SIZES = (1, 8, 48)  # of messages, MiB
-COLUMNS = ("", "step", "quartiles", "fastest", "efficiency", "of the fastest", "half of one process", "more products")
-COLUMNS += ("more of the rest", "bytes of collectives", "waiting")
+COLUMNS = ("", "step", "quartiles", "fastest", "efficiency", "of the fastest", "limit")
+COLUMNS += ("half of one process", "more products", "more of the rest", "bytes of collectives", "waiting")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "scaled_dot_product")
 
 
@@ -78,10 +79,10 @@ def main() -> None:
 def headline(tables: list[Table]) -> str:
     """Say what the page shows, in a sentence."""
     wide = tables[CASES.index((HEADLINE, False))]
-    found = [f"{way} {wide.number(way, 'efficiency'):.2f}" for way in list(WAYS)[2:]]
+    found = [f"{way} {wide.number(way, 'efficiency'):.2f} of {wide.number(way, 'limit'):.2f}" for way in list(WAYS)[2:]]
     return (
-        f"efficiency of two ranks at hidden {HEADLINE}: {', '.join(found)}, where two processes that know nothing of "
-        f"each other reach {wide.number(BOTH, 'efficiency'):.2f}"
+        f"efficiency of two ranks at hidden {HEADLINE}: {', '.join(found)} that shared memory and gloo's bytes "
+        f"leave; two processes that know nothing of each other reach {wide.number(BOTH, 'efficiency'):.2f}"
     )
 
 
@@ -107,20 +108,21 @@ def table(pool: Pool, width: int, rounds: int, compiled: bool) -> Iterator[str]:
     ranks = pool.run(measure, width, rounds, compiled, timeout=900)
     found = {name: {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]} for name in WAYS}
     for name, here in found.items():
-        yield row(name, here, found[ONE])
+        yield row(name, here, found[ONE], found[BOTH])
 
 
-def row(name: str, here: dict[str, float], one: dict[str, float]) -> str:
-    """One line of the table."""
+def row(name: str, here: dict[str, float], one: dict[str, float], pair: dict[str, float]) -> str:
+    """One line of the table, of a way ``here``, beside one process alone and one of two at once."""
     half, share = one["step"] / 2, 1 if name == BOTH else 1 / 2  # of the work of one process
     cells = [f"{here['step']:.0f}", f"{here['low']:.0f} to {here['high']:.0f}", f"{here['fastest']:.0f}"]
     cells += ["" if name == ONE else f"{share * one[key] / here[key]:.2f}" for key in ("step", "fastest")]
     if name in (ONE, BOTH):
-        return f"| {name} | {' | '.join([*cells, *[''] * 5])} |"
+        return f"| {name} | {' | '.join([*cells, *[''] * 6])} |"
     products = here["products"] - one["products"] / 2
     rest = (here["computing"] - here["products"]) - (one["step"] - one["products"]) / 2
     waiting = here["step"] - here["computing"] - here["collectives"]
     parts = (half, products, rest, here["collectives"], waiting)
+    cells.append(f"{half / (pair['step'] / 2 + here['collectives']):.2f}")
     cells += [f"{part:.0f}" for part in parts]
     return f"| {name} | {' | '.join(cells)} |"
 
