@@ -152,8 +152,7 @@ def pending_gradients(
                 gradient = held._get_grad_inner_tensor(unsharded.grad)
             else:
                 continue
-            mesh, dim = held.mesh_info, held.fsdp_placement.dim
-            yield held.sharded_param, gradient, partial(_own_chunk, mesh=mesh, dim=dim), _groups_of(mesh)
+            yield held.sharded_param, gradient, partial(_own_chunk, held=held), _groups_of(held.mesh_info)
 
 
 def unreduced_parameter(units: Iterable[FSDPModule]) -> tuple[nn.Module, str] | None:
@@ -192,10 +191,10 @@ def _groups_of(mesh: Any) -> list[ProcessGroup]:
     return [group for group in both if group is not None]
 
 
-def _own_chunk(tensor: Tensor, mesh: Any, dim: int) -> Tensor:
-    chunks = tensor.chunk(mesh.shard_mesh_size, dim)
-    rank = mesh.shard_mesh_rank
-    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+def _own_chunk(tensor: Tensor, held: Any) -> Tensor:
+    dim, rank = held.fsdp_placement.dim, held.mesh_info.shard_mesh_rank
+    chunks = tensor.chunk(held.mesh_info.shard_mesh_size, dim)
+    return (chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)).reshape(held.sharded_size)
 
 
 def disagreeing_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:

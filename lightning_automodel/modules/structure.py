@@ -1,5 +1,6 @@
 """Finds the structure of a model: its repeated blocks and the modules above them, without a list of classes."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,10 +24,13 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the outermost repeated blocks by their qualified names, in the order of registration.
 
     In transformers a block is a ``GradientCheckpointingLayer`` (280 of 284 language models). A module without any, of
-    one's own or of another library, has for blocks the members of its module lists and dicts that repeat a class.
+    one's own or of another library, has for blocks the members of its module lists and dicts that repeat a class, and
+    the members of what is never called itself among these (a list for each stage of a vision model). Layers whose
+    ``forward`` their owner calls by that name are none: nothing can be done around them.
     """
     blocks = dict(_outermost(model, lambda module, _: isinstance(module, GradientCheckpointingLayer)))
-    return blocks or dict(_outermost(model, lambda _, parent: isinstance(parent, _LISTS) and _repeats(parent)))
+    blocks = blocks or dict(_outermost(model, _is_repeated))
+    return {name: block for name, block in blocks.items() if not _calls_forward(_owner(model, name))}
 
 
 def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -111,6 +115,23 @@ def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
 def _only_attends_to_images(block: nn.Module) -> bool:
     children = {name for name, _ in block.named_children()}
     return "cross_attn" in children and "self_attn" not in children
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that runs the block ``name``: what holds it, lists apart."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return _owner(model, name.rpartition(".")[0]) if "." in name and isinstance(owner, _LISTS) else owner
+
+
+def _calls_forward(owner: nn.Module) -> bool:
+    """Tell whether the code of ``owner`` calls ``forward`` of a child, past its hooks."""
+    code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
+    return code is not None and "forward" in code.co_names and "super" not in code.co_names
+
+
+def _is_repeated(module: nn.Module, parent: nn.Module | None) -> bool:
+    is_called = type(module).forward is not nn.Module.forward
+    return is_called and isinstance(parent, _LISTS) and _repeats(parent)
 
 
 def _repeats(members: nn.Module) -> bool:

@@ -125,13 +125,14 @@ def apply_fsdp2(
 
     Raises:
         ValueError: for ``tower_policy="replicate"`` with towers that train, and for ``fsdp2_min_num_params`` without
-            blocks; for a parameter without dimensions.
+            blocks.
+        RuntimeError: before torch 2.13, for a parameter without dimensions.
     """
     mesh, towers, experts = axes.data, find_towers(model), find_expert_units(model)
     blocks = blocks_of_their_own(model, towers, config)
     replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
     elsewhere = replicated | parameters_of_units(experts)
-    _refuse_scalars(model, elsewhere)
+    _check_scalars(model, elsewhere)
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
     inside, in_float32 = policy_of_blocks(model, config, mp_policy), find_float32(model)
     embedding, head = find_large_ends(model)
@@ -164,11 +165,12 @@ def apply_fsdp2(
         set_prefetch(forward, backward, *depths, inside=nested)
 
 
-def _refuse_scalars(model: nn.Module, elsewhere: set[nn.Parameter]) -> None:
-    if scalar := next((name for name, p in model.named_parameters() if p.ndim == 0 and p not in elsewhere), None):
-        raise ValueError(
-            f"{scalar} of {class_names(model)[0]} has no dimensions, and FSDP2 shards rows; give it the shape [1], as "
-            "in nn.Parameter(torch.ones(1)), or use DDPStrategy, or tp on one data rank, which shards nothing"
+def _check_scalars(model: nn.Module, elsewhere: set[nn.Parameter]) -> None:
+    scalar = next((name for name, p in model.named_parameters() if p.ndim == 0 and p not in elsewhere), None)
+    if scalar is not None and not holds_several_dtypes():
+        raise RuntimeError(
+            f"{scalar} of {class_names(model)[0]} has no dimensions, and before torch 2.13 it cannot stay whole beside "
+            "what FSDP2 shards; give it the shape [1], or use torch 2.13, DDPStrategy, or tp on one data rank"
         )
 
 

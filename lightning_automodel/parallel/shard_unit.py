@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from lightning_automodel._compat.fsdp2 import add_parameter_group, check_dtypes
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
+from lightning_automodel._compat.fsdp2_scalars import Place, keep_scalars_whole, rows_of_scalar
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.transformers import record_as_before
 from lightning_automodel.parallel.dim_to_cut import DimToCut
@@ -35,15 +37,16 @@ def shard_unit(
     """Makes one FSDP2 unit of ``modules``, with a group of parameters per storage and compute dtype, the largest first.
 
     FSDP2 gathers and reduces a group as one buffer, so it wants one dtype; casting float32 parameters through bfloat16
-    to get it would lose what they are kept in float32 for. ``fully_shard_fn`` is called in place of FSDP2's own, with a
-    module, or a list where a unit has several.
+    to get it would lose what they are kept in float32 for. Parameters without dimensions stay whole on each rank.
+    ``fully_shard_fn`` is called in place of FSDP2's own, with a module, or a list where a unit has several.
     """
+    modules, ranks = list(modules), mesh.size(mesh.ndim - 1)
     groups = _groups_of_one_dtype(parameters, in_float32, mp_policy)
     check_dtypes([group[0].dtype for group, _ in groups])
-    (_, policy), *others = groups or [([], mp_policy)]
+    rows, scalars = _give_rows(modules, parameters, ranks)
+    (_, policy), *others = [([rows.get(p, p) for p in group], policy) for group, policy in groups] or [([], mp_policy)]
     ignored = {p for group, _ in others for p in group} | set(replicated)
-    choose_dim = DimToCut(mesh.size(mesh.ndim - 1))
-    modules = list(modules)
+    choose_dim = DimToCut(ranks)
     origins = [type(module).__module__ for module in modules]
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     options |= {"reshard_after_forward": reshard, "offload_policy": offload}
@@ -63,8 +66,28 @@ def shard_unit(
             module.register_forward_hook(_gather_for_backward)
     for group, other_policy in others:
         add_parameter_group(modules[0], group, other_policy, choose_dim)
+    if scalars:
+        keep_scalars_whole(modules[0], scalars)
     if isinstance(modules[0], FSDPModule):
         reduce_what_any_rank_has(modules[0])
+
+
+def _give_rows(
+    modules: list[nn.Module], parameters: list[nn.Parameter], ranks: int
+) -> tuple[dict[nn.Parameter, nn.Parameter], set[Place]]:
+    """Put a row for each rank in the place of parameters without dimensions.
+
+    Returns:
+        the rows by what was there before, and their places.
+    """
+    rows = {p: rows_of_scalar(p, ranks) for p in parameters if p.ndim == 0}
+    parts = {part for module in modules for part in module.modules()} if rows else ()
+    places = {(part, name) for part in parts for name, p in own_parameters(part).items() if p in rows}
+    for part, name in places:
+        scalar = own_parameters(part)[name]
+        assert scalar is not None
+        own_parameters(part)[name] = rows[scalar]
+    return rows, places
 
 
 def _groups_of_one_dtype(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -77,6 +77,57 @@ def test_blocks_in_a_dict_are_blocks() -> None:
     model.layers = nn.ModuleDict({str(index): nn.Linear(2, 2) for index in range(3)})
     model.heads = nn.ModuleDict({"policy": nn.Linear(2, 2), "value": nn.Sequential(nn.Linear(2, 1))})
     assert list(find_blocks(model)) == ["layers.0", "layers.1", "layers.2"]
+
+
+class Staged(nn.Module):
+    """A list of layers for each stage, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for layer in stage:
+                x = x + layer(x).tanh()
+        return x
+
+
+class PastHooks(Staged):
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for layer in stage:
+                x = x + layer.forward(x).tanh()
+        return x
+
+
+class WithLoss(nn.Module):
+    def __init__(self, stages: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.stages = nn.Embedding(128, 4), stages
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.stages(self.embedding(input_ids)) @ self.embedding.weight.T
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def error_of_stages(kind: type[Staged]) -> tuple[float, str]:
+    """Runs on each rank."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return WithLoss(kind())
+
+    return compare(build, {"dp_shard": 2}, 2, SCHEDULE).largest
+
+
+def test_blocks_are_what_is_called(pool2: Pool) -> None:
+    """In lists within lists, and not where their owner goes past the hooks of a module."""
+    assert list(find_blocks(Staged())) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert list(find_blocks(PastHooks())) == []
+    for kind in (Staged, PastHooks):
+        for error, where in pool2.run(error_of_stages, kind):
+            assert error <= BOUND, where
 
 
 def test_nested_lists_and_the_last_member() -> None:

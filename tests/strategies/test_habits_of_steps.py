@@ -473,17 +473,6 @@ class Writing(nn.Module):
         return self.last(self.first(x)).square().mean()
 
 
-class Scale(nn.Module):
-    """One number that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.by).square().mean()
-
-
 class WritesWeights(ReadsWhatIsKept):
     """Its layer changes its own weight before it uses it."""
 
@@ -544,7 +533,6 @@ UNEXPECTED: list[tuple[Any, tuple[Any, ...], str]] = [
     (ReadsWhatIsKept, (Keeping, False), "has a gradient that was not reduced over the data ranks"),
     (ReadsWhatIsKept, (KeepingMore, False), "return from it all that the loss reads"),
     *((WritesWeights, (Writing, how), "writes into its parameter last.weight") for how in ("copy", "data", "given")),
-    (WritesWeights, (Scale,), r"^by of Scale has no dimensions, .* give it the shape \[1\]"),
     (OutsideOfForward, (), r"embedding\.weight\.full_tensor"),
     (ChosenHeads, (), "rank 0 called heads.0, rank 1 called heads.1"),
     (Flattening, (), r"flatten tensor\.full_tensor"),
