@@ -6,18 +6,26 @@
     x.pow(2).mean(-1)                           what works on the last dimension           tokens stay apart
     q @ k.transpose(-2, -1), x[:, 1:], cumsum   anything else                              tokens may meet
 
-Code of transformers and of torch's modules is compared with one process family by family; other code is a user's, or
-comes with a checkpoint.
+Code of torch's modules, and of transformers' models that write text, is compared with one process family by family;
+other code is a user's, comes with a checkpoint, or is of a model of transformers that sees, hears or forecasts.
 """
 
 import ast
+import functools
 import inspect
 import textwrap
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 _MEASURED = ("transformers.", "torch.nn.", "peft.", "lightning_automodel.")
+_MODELS = "transformers.models."
 _APART = {
     *("torch", "nn", "functional", "F", "math", "gelu", "silu", "relu", "sigmoid", "tanh", "softplus"),
     *("leaky_relu", "elu", "dropout", "linear", "layer_norm", "rms_norm", "square", "pow", "sqrt", "rsqrt"),
@@ -48,7 +56,20 @@ def loops_keep_tokens_apart(holder: nn.Module) -> bool:
 
 def is_measured(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` is code whose numbers are compared with one process's."""
-    return inspect.unwrap(type(module).forward).__module__.startswith(_MEASURED)
+    where = inspect.unwrap(type(module).forward).__module__
+    is_of_model = where.startswith(_MODELS)
+    return where.startswith(_MEASURED) and (not is_of_model or where.split(".")[2] in _families_that_write())
+
+
+@functools.cache
+def _families_that_write() -> frozenset[str]:
+    """List the folders of transformers with a model of the tables (docs/families.md), or with an encoder beside one."""
+    tables = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+    return frozenset(model_type_to_module_name(family) for table in tables for family in table)
 
 
 def _body(module: nn.Module) -> list[ast.stmt] | None:

@@ -12,6 +12,7 @@ from transformers import CLIPConfig, CLIPModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from lightning_automodel import DDPStrategy
+from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel import fsdp2_over_gloo
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
@@ -38,11 +39,15 @@ SIZES = [
 
 
 class WeighedMLP(LlamaMLP):
+    factor: nn.Parameter
+
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * super().forward(x)
 
 
 class WeighedNorm(LlamaRMSNorm):
+    factor: nn.Parameter
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.factor
 
@@ -107,7 +112,9 @@ class EachItsOwn(Weighed):
     """Keeps what this rank has of the gradients of scalars."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.held = [float(p.grad.to_local()) for p in self.parameters() if p.ndim == 0 and p.grad is not None]
+        self.held = [
+            float(to_local_if_dtensor(p.grad)) for p in self.parameters() if p.ndim == 0 and p.grad is not None
+        ]
 
 
 def round_apart() -> list[float]:
@@ -173,9 +180,20 @@ def test_it_goes_on_in_any_layout(source: str, pool2: Pool, pool4: Pool, tmp_pat
 
 def tiny_clip() -> CLIPModel:
     """Its ``logit_scale`` has no dimensions."""
-    common = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**common, "vocab_size": 99, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {**common, "image_size": 28, "patch_size": 14}
+    common: Any = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text: dict[str, Any] = {
+        **common,
+        "vocab_size": 99,
+        "max_position_embeddings": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision: Any = {**common, "image_size": 28, "patch_size": 14}
     torch.manual_seed(0)
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
 

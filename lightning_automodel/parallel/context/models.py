@@ -174,6 +174,7 @@ class HolderOnRows(SharedByCopies):
 
     def __init__(self, call: Pass, streams: list[StreamOnRows], masks_by_rows: bool) -> None:
         self.call, self.streams, self.masks_by_rows = call, streams, masks_by_rows
+        self.gives_rows = any(set(stream.entry.blocks) - stream.entry.gathered_after for stream in streams)
         self.arguments: list[str] = []
 
     def install(self, holder: nn.Module) -> None:
@@ -199,7 +200,7 @@ class HolderOnRows(SharedByCopies):
         self.call.stop_building()
         for stream in self.streams:
             stream.end()
-        if rows is None:
+        if rows is None or not (self.call.leaves_rows or self.gives_rows):
             return output
         is_tuple = isinstance(output, tuple)
         found: dict[Any, Any] = dict(enumerate(output)) if is_tuple else dict(output.items())
