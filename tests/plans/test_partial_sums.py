@@ -166,6 +166,13 @@ class Normed(FeedForward):
         return self.down(h / h.norm(dim=-1, keepdim=True))
 
 
+class Tabled(FeedForward):
+    """It knows how many features there are, as attention with a table for all heads does."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) + x.new_ones(INNER))
+
+
 class OverTokens(FeedForward):
     """The same over the tokens, of which every rank has all."""
 
@@ -233,7 +240,11 @@ NO_SUMS = {
 }
 
 
-ACROSS = {Soft: "softmax", Normed: "norm"}
+ACROSS = {
+    Soft: "softmax computes across features",
+    Normed: "norm computes across features",
+    Tabled: "add cannot be computed on a rank's part (The size of tensor a",
+}
 
 
 def errors() -> dict[str, tuple[float, str]]:
@@ -281,10 +292,8 @@ def test_what_is_no_sum_is_refused(pool2: Pool) -> None:
             assert problem in found[kind.__name__], kind
             assert "'blocks.*.ffn': 'separate'" in found[kind.__name__], kind
 
-        for kind, operation in ACROSS.items():
-            problem = (
-                f"blocks.0.ffn ({kind.__name__}) is split over the tp ranks, and {operation} computes across features"
-            )
+        for kind, what in ACROSS.items():
+            problem = f"blocks.0.ffn ({kind.__name__}) is split over the tp ranks, and {what}"
             assert problem in found[kind.__name__], kind
 
 

@@ -6,8 +6,9 @@
     gelu, a * b           each alone                right on slices
     softmax, norm, mean   across features 0-7       error: a rank would take those that it has for all
 
-A value is followed from the member on as long as its features stay the last dimension and each is computed alone. What
-is viewed as heads, or moved, is not.
+What cannot be computed at all on a part of the features or heads (with a table of all heads, by a convolution over all
+channels) is an error that says so, too. A value is followed from the member on as long as its features stay the last
+dimension and each is computed alone. What is viewed as heads, or moved, is not.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,17 +81,22 @@ class CutFeatures(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         cut: Tensor | None = next((x for x in tensors((args, kwargs)) if hasattr(x, _CUT)), None)
         if cut is not None and name in _ACROSS and args and args[0] is cut and _is_across(name, cut, args, kwargs):
-            raise ValueError(self._message(name))
-        output = func(*args, **kwargs)
+            raise ValueError(self._message(name, "computes across features of which each rank has a part"))
+        try:
+            output = func(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # memory, a collective
+                raise
+            raise ValueError(self._message(name, f"cannot be computed on a rank's part ({error})")) from error
         if cut is not None and name in _ALONE and isinstance(output, Tensor) and output.shape[-1:] == cut.shape[-1:]:
             setattr(output, _CUT, True)
         return output
 
-    def _message(self, name: str) -> str:
+    def _message(self, name: str, problem: str) -> str:
         return (
-            f"{self._name} ({type(self._module).__name__}) is split over the tp ranks, and {name.strip('_')} computes "
-            "across features of which each rank has a part. Leave the module whole, with a rule 'replicate' for each "
-            f"of its layers ({wildcard(self._name)}.*) in FSDP2Config(tp_plan={{'extends': 'model', ...}}), or use tp=1"
+            f"{self._name} ({type(self._module).__name__}) is split over the tp ranks, and {name.strip('_')} "
+            f"{problem}. Leave the module whole, with a rule 'replicate' for each of its layers "
+            f"({wildcard(self._name)}.*) in FSDP2Config(tp_plan={{'extends': 'model', ...}}), or use tp=1"
         )
 
 
