@@ -79,8 +79,8 @@ def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> N
     """
     if scalar := next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None):
         raise ValueError(
-            f"{scalar} of {class_names(model)[0]} has no dimensions, and Megatron-FSDP shards rows; give it the shape "
-            "[1], or use DDPStrategy"
+            f"{scalar} of {class_names(model)[0]} has no dimensions, and Megatron-FSDP shards rows; use "
+            "FSDP2TPStrategy or DDPStrategy, or give it the shape [1]"
         )
     apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
 
