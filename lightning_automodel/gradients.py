@@ -159,6 +159,8 @@ def _local_power(
     total = torch.zeros((), device=device, dtype=dtype)
     for copies, locals_ in by_copies.items():
         filled = [g for g in locals_ if g.numel()]  # a rank's shard may be empty
+        # torch measures no tensor in a dtype narrower than its own.
+        filled = [g.to(dtype) if g.dtype == torch.float64 else g for g in filled]
         if not filled:
             continue
         norms = torch.stack([n.to(device) for n in each_norm(filled, norm_type, dtype=dtype)])

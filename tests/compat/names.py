@@ -79,7 +79,6 @@ ATTRIBUTES = {
         "_setattr_on_modules",
         "_sharded_param_data",
         "_sharding_spec",
-        "_unsharded_dtensor_spec",
         "_unsharded_param",
     ),
     f"{FSDP}._fsdp_param_group:FSDPParamGroup": (
@@ -204,7 +203,7 @@ OWN = {"_backward", "_connector", "_holds", "_loop", "_place", "_requeue"}
 
 OPTIONAL = {
     *("_distributed", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"),
-    "_StridedShardNotDecodableError",
+    *("_StridedShardNotDecodableError", "_unsharded_dtensor_spec"),
 }
 """Of datasets, which the tests do not need; of torch up to 2.12 or from 2.13 on, and asked for where it is."""
 

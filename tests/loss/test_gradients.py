@@ -176,6 +176,16 @@ def test_narrow_gradients_are_measured_in_float32() -> None:
     assert get_grad_norm(parameter, None, None) == pytest.approx(64 * parameter.grad[0].item(), rel=1e-5)
 
 
+def test_wide_gradients_are_clipped_beside_others() -> None:
+    wide, other = nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Parameter(torch.ones(2))
+    for parameter in (wide, other):
+        parameter.grad = 2 * torch.ones_like(parameter)
+    assert clip_grad_norm_([wide, other], 2.0) == 4.0
+    assert wide.grad is not None
+    assert torch.allclose(wide.grad, torch.ones(2, dtype=torch.float64))
+    assert get_grad_norm([wide, other], None, None) == pytest.approx(2.0)
+
+
 def test_a_norm_that_is_not_finite_shows() -> None:
     parameter = plain(torch.tensor([float("nan"), 1.0, 2.0]))
     norm = get_grad_norm(parameter, None, None)
