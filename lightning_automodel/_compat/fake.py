@@ -37,11 +37,12 @@ from lightning_automodel._compat.fake_cuda import (
     ASKS_DEVICE,
     CPU,
     device_for_kernels,
+    keep_where_it_is,
     replaced,
     told_to_autograd,
     without_cuda,
 )
-from lightning_automodel._compat.fake_shapes import Shapes
+from lightning_automodel._compat.fake_shapes import Shapes, all_selected
 from lightning_automodel._compat.groups import group_of_name
 from lightning_automodel._compat.tensors import EagerMode
 
@@ -185,10 +186,10 @@ class _Route(EagerMode):
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         if func is aten.index.Tensor:
-            args = (args[0], _all_selected(args[1]), *args[2:])
+            args = (args[0], all_selected(args[1]), *args[2:])
         out = func(*args, **kwargs)
         if self.is_cuda and has_fakes and not _moves and "device" not in kwargs:
-            _keep_where_it_is(out, args)
+            keep_where_it_is(out, args)
         if func in _HOLDS and isinstance(out, FakeTensor):
             out._holds = True  # type: ignore[attr-defined]
         return out
@@ -219,15 +220,6 @@ def _where_it_was(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, A
     return {**kwargs, "device": torch.device("cuda", 0)}
 
 
-def _keep_where_it_is(out: Any, args: tuple) -> None:
-    """Correct the device of results that torch composed of others, as RMSNorm's in builds for CUDA."""
-    strays = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, FakeTensor)]
-    strays = [x for x in strays if x.fake_device == CPU]
-    if strays and all(x.fake_device != CPU for x in tree_leaves(args) if isinstance(x, FakeTensor)):
-        for stray in strays:
-            stray.fake_device = torch.device("cuda", 0)
-
-
 @cache
 def _arguments(func: Any) -> set[str]:
     return {argument.name for argument in func._schema.arguments}
@@ -235,17 +227,6 @@ def _arguments(func: Any) -> set[str]:
 
 def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
-
-
-def _all_selected(indices: Sequence[Any]) -> list[Any]:
-    """Replace masks by as many places as they have: what a mask selects is not known, at most all."""
-    places: list[Any] = []
-    for index in indices:
-        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-            places += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.ndim)]
-        else:
-            places.append(index)
-    return places
 
 
 def _value_of(tensor: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 ASKS_DEVICE = torch.ops.prim.device.default
 CPU = torch.device("cpu")
@@ -15,6 +16,15 @@ CPU = torch.device("cpu")
 def device_for_kernels(args: Any) -> torch.device:
     """Answers torch's own code where a fake tensor lies: it has kernels and streams for the CPU in every build."""
     return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else CPU
+
+
+def keep_where_it_is(out: Any, args: tuple) -> None:
+    """Correct the device of results that torch composed of others, as RMSNorm's in builds for CUDA."""
+    strays = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, FakeTensor)]
+    strays = [x for x in strays if x.fake_device == CPU]
+    if strays and all(x.fake_device != CPU for x in tree_leaves(args) if isinstance(x, FakeTensor)):
+        for stray in strays:
+            stray.fake_device = torch.device("cuda", 0)
 
 
 @contextmanager

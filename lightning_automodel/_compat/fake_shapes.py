@@ -1,5 +1,6 @@
 """Private names of torch for a memory of operations on tensors without memory that costs less than torch's own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,3 +44,14 @@ class Shapes(FakeTensorMode):
 def is_fake(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor`` has no values."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def all_selected(indices: Sequence[Any]) -> list[Any]:
+    """Replace masks by as many places as they have: what a mask selects is not known, at most all."""
+    places: list[Any] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            places += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.ndim)]
+        else:
+            places.append(index)
+    return places
