@@ -46,7 +46,7 @@ def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
     models.
     """
     states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-    waiting = [state for state in states if any(map(_only_waits, _groups(state)))]
+    waiting = [state for state in states if any(map(_only_waits, parameter_groups_of(state)))]
     for state in {id(state._state_ctx): state for state in waiting}.values():
         state._root_post_backward_final_callback()
 
@@ -159,10 +159,6 @@ def _marked(flags: list[bool], dtype: torch.dtype, device: torch.device) -> Tens
     for i in (i for i, flag in enumerate(flags) if not flag):
         marks[i].zero_()
     return marks
-
-
-def _groups(state: Any) -> list[Any]:
-    return [group for each in state._state_ctx.all_states for group in parameter_groups_of(each)]
 
 
 def _was_gathered(held: Any) -> bool:
