@@ -1,7 +1,8 @@
 """Private names of DTensor: meshes, placements, what is computed from them, shards that wait on the host."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ def handle_draws(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) ->
 _WAS_GIVEN_DATA = "_was_given_data"  # no weak reference: a tensor that has one cannot be swapped, as Module.to does
 _IS_COUNTED = "_counts_writes_through_data"
 _times_given = 0
+_take_whole: "Callable[[Any, Tensor], None] | None" = None
 
 
 @functools.cache
@@ -106,6 +108,17 @@ def let_data_be_given() -> None:
         return tensor.detach() if hasattr(tensor, _IS_COUNTED) else data.__get__(tensor)
 
     DTensor.data = property(read, functools.partial(_give_data, data.__set__))  # type: ignore[assignment]
+
+
+@contextmanager
+def whole_data_goes_to(take: Callable[[Any, Tensor], None]) -> Generator[None, None, None]:
+    """Let ``take(p, value)`` do what ``p.data = value`` means for a plain ``value``, within this context."""
+    global _take_whole
+    before, _take_whole = _take_whole, take
+    try:
+        yield
+    finally:
+        _take_whole = before
 
 
 def count_writes_through_data(parameter: Tensor) -> None:
@@ -124,6 +137,9 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
             "another; write into it, with torch.no_grad(): parameter.copy_(value), and keep a clone of what is to be "
             "put back; or use FSDP2TPStrategy, where parameter.data = value works"
         )
+    if not isinstance(value, DTensor) and _take_whole is not None:
+        _take_whole(tensor, value)
+        return
     if not isinstance(value, DTensor):
         raise TypeError(
             "tensor.data = value: the tensor is sharded, and value is a plain one; give its shards: distribute_tensor("
@@ -134,8 +150,9 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
             f"tensor.data = value: the tensor is sharded and has the shape {tuple(tensor.shape)}, and value has "
             f"{tuple(value.shape)}; shapes can be changed before a model is made parallel, in __init__ for example"
         )
-    given: Any = value.redistribute(tensor.device_mesh, tensor.placements).detach()
-    describe(tensor, given)
+    with torch._C.DisableTorchFunction():  # modes would see shards moved, and this assignment once more
+        given: Any = value.redistribute(tensor.device_mesh, tensor.placements).detach()
+        describe(tensor, given)
     tensor._local_tensor, tensor._spec = given._local_tensor.contiguous(), given._spec
     setattr(tensor, _WAS_GIVEN_DATA, True)
     _times_given += 1

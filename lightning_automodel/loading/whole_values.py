@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel._compat.dtensor import dtensor_from
+from lightning_automodel._compat.dtensor import dtensor_from, whole_data_goes_to
 from lightning_automodel._compat.peft import whole_layers
 from lightning_automodel._compat.pytree import tree_leaves, tree_map
 from lightning_automodel.distributed.boxes import boxes_at
@@ -60,10 +60,8 @@ class _WholeValues(TorchFunctionMode):
     def _set(self, func: Any, target: Tensor, value: Any) -> None:
         if func.__self__.__name__ != "data" or not isinstance(target, DTensor) or isinstance(value, DTensor):
             func(target, value)
-        elif value.shape == target.shape:
-            _write(target, value)
-        else:  # more tokens
-            torch.utils.swap_tensors(target, nn.Parameter(_cut_as(target, value), requires_grad=target.requires_grad))
+        else:
+            _take(target, value)
 
 
 def was_written(parameter: Tensor) -> bool:
@@ -76,7 +74,7 @@ def was_written(parameter: Tensor) -> bool:
 def whole_values() -> Generator[None, None, None]:
     """Show operations DTensors with real memory as whole tensors within this context. Collective."""
     _WholeValues.written.clear()
-    with _WholeValues(), whole_layers():
+    with whole_data_goes_to(on_shards(_take)), _WholeValues(), whole_layers():
         yield
 
 
@@ -100,6 +98,14 @@ def whole_of(value: DTensor) -> Tensor:
     whole = torch.empty(value.shape, dtype=value.dtype) if found is None else found
     broadcast(whole, value.device_mesh)
     return whole.to(local_tensor(value).device)
+
+
+def _take(target: DTensor, value: Tensor) -> None:
+    """Do ``target.data = value`` with a whole ``value``."""
+    if value.shape == target.shape:
+        _write(target, value)
+    else:  # more tokens
+        torch.utils.swap_tensors(target, nn.Parameter(_cut_as(target, value), requires_grad=target.requires_grad))
 
 
 def _write(target: DTensor, whole: Tensor) -> None:

@@ -18,6 +18,7 @@ from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.training import HIDDEN, batches, make_trainer, tiny_llama, whole
 
 BOUND = 1e-5
@@ -291,7 +292,9 @@ def test_what_begins_from_the_weights_and_what_is_added(directory: Path, tmp_pat
     check_methods("fsdp2-dp2-tp2", directory, tmp_path, pool4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-tp2"])
+ON_TWO = ("ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-tp2")
+
+
+@pytest.mark.parametrize("layout", with_long(ON_TWO, *(set(ON_TWO) - {"fsdp2-dp2"})))
 def test_methods_on_two_ranks(layout: str, directory: Path, tmp_path: Path, pool2: Pool) -> None:
     check_methods(layout, directory, tmp_path, pool2)
