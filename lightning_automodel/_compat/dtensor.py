@@ -137,10 +137,9 @@ def _give_data(describe: Callable[[Tensor, Tensor], None], tensor: Any, value: A
             "another; write into it, with torch.no_grad(): parameter.copy_(value), and keep a clone of what is to be "
             "put back; or use FSDP2TPStrategy, where parameter.data = value works"
         )
-    if not isinstance(value, DTensor) and _take_whole is not None:
-        _take_whole(tensor, value)
-        return
     if not isinstance(value, DTensor):
+        if _take_whole is not None:
+            return _take_whole(tensor, value)
         raise TypeError(
             "tensor.data = value: the tensor is sharded, and value is a plain one; give its shards: distribute_tensor("
             "value, tensor.device_mesh, tensor.placements, src_data_rank=None) of torch.distributed.tensor"
