@@ -12,6 +12,8 @@ Every rank sends straight to every other what that one needs, all at once; gloo'
 Both are operations of torch's, so that what counts collectives, or profiles them, sees one each.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch.library import custom_op
 
 from lightning_automodel._compat.groups import group_of_name, timeout_of
 
-_TAG = 71  # of these messages, so that no other is taken for one
+_TAG = 71  # of the first message to a rank and upward, so that no other is taken for one
 
 
 def goes_over_gloo(group: ProcessGroup) -> bool:
@@ -28,15 +30,15 @@ def goes_over_gloo(group: ProcessGroup) -> bool:
     return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
-def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-    """Collects ``input`` [n] of every rank in ``output`` [ranks * n], in the order of the ranks.
+def all_gather(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup) -> None:
+    """Collects each of ``inputs`` [n] of every rank in that of ``outputs`` [ranks * n], in the order of the ranks.
 
     Args:
-        output: contiguous, on CPU; ``input`` may be this rank's part of it.
-        input: contiguous, of equal size on all ranks.
+        outputs: contiguous, on CPU; an input may be this rank's part of its output.
+        inputs: contiguous, of equal sizes on all ranks.
         group: over gloo.
     """
-    _all_gather(output, input, group.group_name)
+    _all_gather(outputs, inputs, group.group_name)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
@@ -50,13 +52,14 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     _reduce_scatter(output, input, group.group_name)
 
 
-@custom_op("lightning_automodel::all_gather", mutates_args={"output"}, device_types="cpu")
-def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
+@custom_op("lightning_automodel::all_gather", mutates_args={"outputs"}, device_types="cpu")
+def _all_gather(outputs: list[Tensor], inputs: list[Tensor], group: str) -> None:
     members = group_of_name(group)
-    rows = output.view(members.size(), -1)
-    exchange([input.view(-1)] * members.size(), list(rows), members)
-    if rows[members.rank()].data_ptr() != input.data_ptr():
-        rows[members.rank()].copy_(input.view(-1))
+    rows = [output.view(members.size(), -1) for output in outputs]
+    exchange([inputs] * members.size(), list(zip(*rows, strict=True)), members)
+    for row, own in zip((whole[members.rank()] for whole in rows), inputs, strict=True):
+        if row.data_ptr() != own.data_ptr():
+            row.copy_(own)
 
 
 @custom_op("lightning_automodel::reduce_scatter", mutates_args={"output"}, device_types="cpu")
@@ -66,20 +69,19 @@ def _reduce_scatter(output: Tensor, input: Tensor, group: str) -> None:
     first = 0 if own else 1  # of the others: its row comes to where the sum is to be
     terms = [torch.empty_like(row) if rank not in (own, first) else row for rank, row in enumerate(rows)]
     terms[first] = total
-    exchange(rows, terms, members)
+    exchange([[row] for row in rows], [[term] for term in terms], members)
     for term in (terms[1 - first], *terms[2:]):
         total.add_(term)
 
 
-def exchange(sent: list[Tensor], received: list[Tensor], group: ProcessGroup) -> None:
-    """Send ``sent[i]`` to rank i and receive ``received[i]`` from it, for all others."""
+def exchange(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: ProcessGroup) -> None:
+    """Send all of ``sent[i]`` to rank i and receive all of ``received[i]`` from it, for all others."""
     rank, ranks = group.rank(), group.size()
     works = []
     for distance in range(1, ranks):
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        works.append(dist.irecv(received[source], group=group, group_src=source, tag=_TAG))
-        works.append(dist.isend(sent[to], group=group, group_dst=to, tag=_TAG))
+        works += [group.recv([tensor], source, _TAG + i) for i, tensor in enumerate(received[source])]
+        works += [group.send([tensor], to, _TAG + i) for i, tensor in enumerate(sent[to])]
     timeout = timeout_of(group)  # messages know only the one that the group was made with
     for work in works:
-        assert work is not None
         work.wait(timeout)

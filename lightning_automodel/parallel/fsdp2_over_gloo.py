@@ -1,4 +1,4 @@
-"""What FSDP2 sends over gloo: between pairs of ranks, from memory that is kept.
+"""What FSDP2 sends over gloo: between pairs of ranks, to where it computes, and gradients from memory that is kept.
 
 On CUDA torch keeps freed memory for the next request. On CPU it returns large buffers to the system, which hands them
 out again page by page: of a step of two data ranks a quarter was that.
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.fsdp2 import communicate_by, fsdp_units
+from lightning_automodel._compat.fsdp2 import fsdp_units, reduce_by
+from lightning_automodel._compat.fsdp2_gathers import gather_by
 from lightning_automodel._compat.tensors import holders_of
 from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo, reduce_scatter
 
@@ -25,13 +26,14 @@ def communicate_over_gloo(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     memory = _KeptMemory()
     for unit in fsdp_units(model):
-        communicate_by(unit, _Gather(memory), _ReduceScatter(memory))
+        gather_by(unit, all_gather)
+        reduce_by(unit, _ReduceScatter(memory))
 
 
 class _KeptMemory:
-    """Buffers of gathered units, handed out again as soon as nothing else holds them.
+    """Buffers of gradients of units, handed out again as soon as nothing else holds them.
 
-    As many of a size are kept as were ever in use at a time: two or three, with prefetching.
+    As many of a size are kept as were ever in use at a time: two.
     """
 
     def __init__(self) -> None:
@@ -53,23 +55,6 @@ class _KeptMemory:
             free = torch.empty(numel, dtype=dtype).untyped_storage()
             buffers.append(free)
         return torch.empty(0, dtype=dtype).set_(free, 0, (numel,))  # type: ignore[call-overload]
-
-
-class _Gather:
-    """torch's ``AllGather``, for CPU."""
-
-    def __init__(self, memory: _KeptMemory) -> None:
-        self.memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a gathered unit."""
-        return self.memory.take(math.prod(size), dtype)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Gather, also where ``unshard(async_op=True)`` would have it done in the background."""
-        all_gather(output_tensor, input_tensor, group)
 
 
 class _ReduceScatter:

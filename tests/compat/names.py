@@ -82,11 +82,15 @@ ATTRIBUTES = {
         "_unsharded_param",
     ),
     f"{FSDP}._fsdp_param_group:FSDPParamGroup": (
-        "_all_gather_comm",
+        "_all_gather_process_group",
+        "_all_gather_result",
         "_all_reduce_hook",
         "_partial_reduce_output",
         "_reduce_scatter_comm",
         "_reset_sharded_params",
+        "_to_unsharded",
+        "_training_state",
+        "_with_fqn",
     ),
     f"{FSDP}._fsdp_state:FSDPState": (
         "_auto_reshard_after_forward",

@@ -1,0 +1,94 @@
+"""Lets FSDP2 on CPU receive parameters where they compute.
+
+FSDP2 gathers a unit into a buffer, from which it copies each parameter. Of a unit of two, over dp_shard=2::
+
+    stored       GPU 0   a0 b0        GPU 1   a1 b1
+    FSDP2        [a0 b0 a1 b1]  ->  a = [a0 a1], b = [b0 b1]
+    here                            a = [a0 a1], b = [b0 b1]        a message for each part
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from lightning_automodel._compat.fsdp2 import parameter_groups
+
+Gather = Callable[[list[Tensor], list[Tensor], ProcessGroup], None]
+"""gathers inputs [n] of all ranks in outputs [ranks * n], pair by pair"""
+
+
+def gather_by(unit: FSDPModule, gather: Gather) -> None:
+    """Make an FSDP2 unit gather its parameters by ``gather``, which returns when they are there; on CPU only."""
+    for group in parameter_groups(unit):
+        group.__class__ = _GathersInPlace
+        group.gather = gather
+
+
+_GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])
+
+
+class _GathersInPlace(FSDPParamGroup):
+    gather: Gather
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Gather, also where FSDP2 would have it done in the background."""
+        is_needed = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
+        if is_needed and not self.is_unsharded and self._all_gather_result is None:
+            with _without_functorch(), torch.no_grad(), record_function(self._with_fqn("FSDP::all_gather")):
+                self._gather()
+            self._all_gather_result = _GATHERED
+
+    def wait_for_unshard(self) -> None:
+        """Compute with what was gathered."""
+        if self._all_gather_result is None:
+            return
+        self._all_gather_result = None
+        with _without_functorch():
+            for held in self.fsdp_params:
+                held.init_unsharded_param()
+            self._to_unsharded()
+
+    def _gather(self) -> None:
+        ranks = self._all_gather_process_group.size()
+        inputs, outputs, columns = [], [], []
+        for held in self.fsdp_params:
+            own = held.all_gather_inputs
+            held.init_all_gather_outputs([x.numel() for x in own], [x.dtype for x in own], ranks, self.device)
+            held.alloc_all_gather_outputs()
+            whole = held.all_gather_outputs
+            if held.fsdp_placement.dim != 0 and held.sharded_state == ShardedState.SHARDED:
+                whole = [torch.empty_like(x) for x in whole]
+                columns.append((held, whole))
+            inputs += own
+            outputs += [x.view(part.dtype) for x, part in zip(whole, own, strict=True)]  # torch 2.15: bytes of another
+        wholes = [x for held in self.fsdp_params for x in held.all_gather_outputs]
+        versions = tuple(x for x in wholes if not x.is_inference())  # which a backward pass compares
+        with torch.autograd._unsafe_preserve_version_counter(versions):
+            if ranks > 1:
+                self.gather(outputs, inputs, self._all_gather_process_group)
+            else:
+                torch._foreach_copy_(outputs, inputs)
+            for held, gathered in columns:
+                _join_columns(held, gathered, ranks)
+
+
+def _join_columns(held: FSDPParam, gathered: list[Tensor], ranks: int) -> None:
+    """Put parts [ranks * rows, columns] of a parameter that is cut in columns beside each other."""
+    for parts, whole in zip(gathered, held.all_gather_outputs, strict=True):
+        rows, dim = list(held.padded_sharded_param_size), held.fsdp_placement.dim
+        joined = [size * ranks if i == dim else size for i, size in enumerate(rows)]
+        torch.cat(list(parts.view(ranks, *rows)), dim=dim, out=whole.view(joined))
+
+
+def _without_functorch() -> AbstractContextManager:
+    """As torch's own methods from 2.13 on: what a transform of torch.func traces is what is computed with them."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()
