@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import Redistribute
 from torch.distributed.tensor._utils import compute_global_tensor_info
 from torch.distributed.tensor.placement_types import Placement
 
@@ -87,22 +89,39 @@ def is_shared(gradient: Tensor) -> bool:
     return count is None or count() > 1
 
 
-class _OwnGradient(torch.autograd.Function):
-    """A tensor whose gradient nobody else has."""
+def own(gradient: Tensor) -> Tensor:
+    """Return ``gradient``, or a copy of it where somebody else may have it: what becomes of it is added to in place by
+    the next micro-batch, and scaled.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one). Of a DTensor
+    it sees the wrapper only, which is always new.
+    """
+    if torch.compiler.is_compiling() or is_shared(gradient):
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone() if torch.compiler.is_compiling() or is_shared(grad) else grad
+
+@functools.cache
+def give_each_its_own_gradient() -> None:
+    """Give parameters that are terms of one sum a gradient each, whichever way a user takes from them to what computes
+    (``to_local``, ``full_tensor``, ``redistribute``). torch (2.13) makes DTensors of one memory, or of views of it:
+    clipping scales it as often as parameters have it, and the next micro-batch is added to each of them as often.
+    """
+    for way in (_ToTorchTensor, Redistribute):
+        way.backward = _of_its_own(way.backward)  # type: ignore[method-assign]
+
+
+def _of_its_own(backward: Any) -> Any:
+    @functools.wraps(backward)
+    def of_own_gradient(ctx: Any, gradient: Tensor | None) -> Any:
+        return backward(ctx, None if gradient is None else own(gradient))
+
+    return staticmethod(of_own_gradient)
 
 
 def average_gradients_of_whole(axes: Iterable[str]) -> None:
     """Let gradients that reach ``parameter.full_tensor()`` be averaged over the mesh axes ``axes``, as those of the
-    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own: a view, so that
-    parameters that are terms of one sum would have their gradients in one memory.
+    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own.
 
     Args:
         axes: of ranks that see different samples.
@@ -122,10 +141,8 @@ def _average_gradients_of_whole() -> None:
         mesh = self.device_mesh
         of_data = [name in _DATA_AXES for name in mesh.mesh_dim_names or ()]
         ranks = math.prod(size for size, differs in zip(mesh.shape, of_data, strict=False) if differs)
-        if not (self.requires_grad and torch.is_grad_enabled()):
+        if grad_placements is not None or ranks == 1 or not (self.requires_grad and torch.is_grad_enabled()):
             return original(self, grad_placements=grad_placements)
-        if grad_placements is not None or ranks == 1:
-            return _OwnGradient.apply(original(self, grad_placements=grad_placements))
         differing = [Partial() if differs else Replicate() for differs in of_data]
         if not any(placement.is_partial() for placement in self.placements):
             whole = original(self, grad_placements=differing)
