@@ -22,7 +22,7 @@ from tests.plans.support import BOUND, SCHEDULE
 from tests.plans.test_partial_sums import SUMS, Composed, build
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.comparison import compare
-from tests.support.training import HIDDEN, batches, make_trainer, whole
+from tests.support.training import HIDDEN, batches, make_trainer, whole, world_size
 
 
 def error() -> tuple[float, str]:
@@ -116,13 +116,15 @@ class ReadsTwins(Noted):
 def gradients_of_twins(strategy: Any, way: str) -> list[dict[str, Tensor]]:
     """Runs on each rank: Lightning's own strategy for one device, or ours."""
     module = ReadsTwins(way)
-    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1).fit(module, batches(1))
+    data = world_size() if strategy == {} else 1
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1).fit(module, batches(data))
     return module.gradients
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whole_parameters_of_tensor_parallelism(way: str, nursery: Nursery, pool2: Pool) -> None:
+def test_whole_parameters_of_users(way: str, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(gradients_of_twins, "auto", way, trainer=True)
-    for actual in pool2.run(gradients_of_twins, {"tp": 2}, way, trainer=True):
-        for one, many in zip(expected, actual, strict=True):
-            check_gradients(one, many)
+    for sizes in ({"tp": 2}, {}) if way != "to_local" else ({"tp": 2},):  # over data ranks it is a part
+        for actual in pool2.run(gradients_of_twins, sizes, way, trainer=True):
+            for one, many in zip(expected, actual, strict=True):
+                check_gradients(one, many)

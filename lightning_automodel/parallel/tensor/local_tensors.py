@@ -162,8 +162,5 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
-        if ctx.is_summed:
-            grad = summed(grad, ctx.sum_over)
-        else:
-            grad = own(grad).contiguous()
+        grad = summed(grad, ctx.sum_over) if ctx.is_summed else own(grad).contiguous()
         return gradient_from(grad, ctx.spec, ctx.strides), None, None
