@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import Redistribute
 from torch.distributed.tensor._utils import compute_global_tensor_info
 from torch.distributed.tensor.placement_types import Placement
 
@@ -87,53 +89,58 @@ def is_shared(gradient: Tensor) -> bool:
     return count is None or count() > 1
 
 
-class _OwnGradient(torch.autograd.Function):
-    """A tensor whose gradient nobody else has."""
+def own(gradient: Tensor) -> Tensor:
+    """Return ``gradient``, or a copy of it where somebody else may have it: what becomes of it is added to in place by
+    the next micro-batch, and scaled.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone() if torch.compiler.is_compiling() or is_shared(grad) else grad
-
-
-def average_gradients_of_whole(axes: Iterable[str]) -> None:
-    """Let gradients that reach ``parameter.full_tensor()`` be averaged over the mesh axes ``axes``, as those of the
-    forward pass are. torch takes them for equal on all ranks, and gives each rank its part of its own: a view, so that
-    parameters that are terms of one sum would have their gradients in one memory.
-
-    Args:
-        axes: of ranks that see different samples.
+    For its own leaves autograd copies a gradient that others hold (both terms of a sum have the same one). Of a DTensor
+    it sees the wrapper only, which is always new.
     """
-    _DATA_AXES.update(axes)
-    _average_gradients_of_whole()
+    if torch.compiler.is_compiling() or is_shared(gradient):
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient
+
+
+def see_to_gradients_of_local(data_axes: Iterable[str]) -> None:
+    """Let gradients that reach ``parameter.full_tensor()``, or another way of users from parameters to what computes
+    (``to_local``, ``redistribute``), be what those of the forward pass are.
+
+    Averaged over the mesh axes ``data_axes``, of ranks that see different samples: torch takes the gradients of what
+    these ranks hold whole for equal. And each parameter's own, where several are terms of one sum: torch (2.13) makes
+    DTensors of one memory, or of views of it, which clipping scales and micro-batches are added to once for each.
+    """
+    _DATA_AXES.update(data_axes)
+    _see_to_gradients_of_local()
 
 
 _DATA_AXES: set[str] = set()
 
 
 @functools.cache
-def _average_gradients_of_whole() -> None:
-    original: Any = DTensor.full_tensor
+def _see_to_gradients_of_local() -> None:
+    to_local: Any = _ToTorchTensor.backward
+    redistribute: Any = Redistribute.backward
 
-    def full_tensor(self: DTensor, *, grad_placements: Any = None) -> Tensor:
-        mesh = self.device_mesh
-        of_data = [name in _DATA_AXES for name in mesh.mesh_dim_names or ()]
-        ranks = math.prod(size for size, differs in zip(mesh.shape, of_data, strict=False) if differs)
-        if not (self.requires_grad and torch.is_grad_enabled()):
-            return original(self, grad_placements=grad_placements)
-        if grad_placements is not None or ranks == 1:
-            return _OwnGradient.apply(original(self, grad_placements=grad_placements))
-        differing = [Partial() if differs else Replicate() for differs in of_data]
-        if not any(placement.is_partial() for placement in self.placements):
-            whole = original(self, grad_placements=differing)
-            whole.register_hook(lambda gradient: gradient / ranks)
-            return whole
-        # A norm or mean of a parameter: torch cannot bring partial gradients to placements like these.
-        whole = original(self)
-        whole.register_hook(lambda gradient: original(DTensor.from_local(gradient / ranks, mesh, differing)))
-        return whole
+    def averaged(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return to_local(ctx, None)
+        spec = ctx.dtensor_spec
+        if ctx.grad_placements is not None or not (axes := _differing_axes(spec)):
+            return to_local(ctx, own(gradient))
+        ranks = math.prod(spec.mesh.size(i) for i in axes)
+        equal = [Replicate() if placement.is_partial() else placement for placement in spec.placements]
+        ctx.grad_placements = tuple(Partial() if i in axes else placement for i, placement in enumerate(equal))
+        of_samples, _ = to_local(ctx, gradient / ranks)
+        return of_samples.redistribute(placements=equal), None
 
-    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+    def moved(ctx: Any, gradient: Tensor) -> Any:
+        return redistribute(ctx, own(gradient))
+
+    _ToTorchTensor.backward, Redistribute.backward = staticmethod(averaged), staticmethod(moved)  # type: ignore
+
+
+def _differing_axes(spec: DTensorSpec) -> list[int]:
+    """Find the axes of ranks that hold the same, and compute with it for different samples."""
+    names = spec.mesh.mesh_dim_names or ()
+    pairs = enumerate(zip(names, spec.placements, strict=False))
+    return [i for i, (n, p) in pairs if n in _DATA_AXES and p.is_replicate() and spec.mesh.size(i) > 1]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -131,28 +132,46 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     return list({fully_shard.state(part): part for part in found}.values())  # type: ignore[attr-defined]
 
 
-def pending_gradients(
-    unit: FSDPModule,
-) -> Iterator[tuple[nn.Parameter, Tensor, Callable[[Tensor], Tensor], list[ProcessGroup]]]:
-    """Yields the gradients that FSDP2 has accumulated in ``unit`` and not reduced.
+@dataclass(frozen=True)
+class Pending:
+    """A parameter of a unit, and what FSDP2 has not reduced of its gradient.
+
+    Attributes:
+        parameter: the sharded one, which may wait on the host.
+        device: of its gradient.
+        gradient: on this rank, summed over the tensor-parallel ranks; ``None`` if it has none.
+        zeros: makes what stands for that.
+        cut: this rank's shard out of such a tensor.
+        groups: over which FSDP2 will average, one after the other.
+    """
+
+    parameter: nn.Parameter
+    device: torch.device
+    gradient: Tensor | None
+    zeros: Callable[[], Tensor]
+    cut: Callable[[Tensor], Tensor]
+    groups: list[ProcessGroup]
+
+
+def pending_gradients(unit: FSDPModule) -> Iterator[Pending]:
+    """Yields what waits in ``unit``, for each parameter.
 
     FSDP2 keeps it in attributes of its own until the last micro-batch. Collective over the axes right of FSDP2's, where
     the gradient of a whole parameter is a partial sum.
-
-    Yields:
-        the sharded parameter; its gradient on this rank, summed over the tensor-parallel ranks; the function that cuts
-        this rank's shard out of such a tensor; and the groups over which FSDP2 will average, one after the other.
     """
     for group in parameter_groups(unit):
         for held in group.fsdp_params:
-            unsharded = getattr(held, "_unsharded_param", None)
-            if held.unsharded_accumulated_grad is not None:
-                gradient = held._get_grad_inner_tensor(held.unsharded_accumulated_grad)
-            elif unsharded is not None and unsharded.grad is not None:
-                gradient = held._get_grad_inner_tensor(unsharded.grad)
-            else:
-                continue
-            yield held.sharded_param, gradient, partial(_own_chunk, held=held), _groups_of(held.mesh_info)
+            found = held.unsharded_accumulated_grad
+            if found is None and hasattr(held, "_unsharded_param"):
+                found = held._unsharded_param.grad
+            yield Pending(
+                held.sharded_param,
+                group.device,
+                None if found is None else held._get_grad_inner_tensor(found),
+                partial(getattr, held, "unsharded_zero_grad_data"),
+                partial(_own_chunk, held=held),
+                _groups_of(held.mesh_info),
+            )
 
 
 def unreduced_parameter(units: Iterable[FSDPModule]) -> tuple[nn.Module, str] | None:

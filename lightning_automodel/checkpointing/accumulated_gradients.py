@@ -5,7 +5,8 @@ will make of them: sharded as the parameters, averaged over the data ranks. Rest
 adds the rest to, they are valid in any layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.fsdp2 import fsdp_units, holds_partial_sums, pending_gradients
+from lightning_automodel._compat.fsdp2 import Pending, fsdp_units, holds_partial_sums, pending_gradients
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.states import clean_name
 
@@ -36,22 +37,29 @@ def collect_gradients(model: nn.Module, data_group: ProcessGroup) -> dict[str, T
             "a checkpoint between the micro-batches of an optimizer step is not possible with dp_replicate > 1 and "
             "defer_fsdp_grad_sync=False; save after an optimizer step, or leave defer_fsdp_grad_sync at True"
         )
-    unreduced = {
-        parameter: cut(_average(gradient, *groups))
-        for unit in units
-        for parameter, gradient, cut, groups in pending_gradients(unit)
-    }
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        total = None if parameter.grad is None else parameter.grad.detach().clone()
-        if isinstance(parameter, DTensor):
-            if parameter in unreduced:
-                total = _sum(total, _sharded_like(parameter, unreduced[parameter]))
-        elif total is not None:
-            total = _average(total, data_group)
-        if total is not None:
-            gradients[clean_name(name)] = total
-    return gradients
+    sharded: list[nn.Parameter] = [p for p in model.parameters() if isinstance(p, DTensor)]
+    totals = {p: p.grad.detach().clone() for p in sharded if p.grad is not None}
+    waiting = [each for unit in units for each in pending_gradients(unit)]
+    for each in _of_any_rank([*waiting, *_plain(model, data_group)]):
+        whole = _average(each.zeros() if each.gradient is None else each.gradient, each.groups)
+        average = _like(each.parameter, each.cut(whole))
+        total = totals.get(each.parameter)  # of micro-batches that were reduced
+        totals[each.parameter] = average if total is None else total + average
+    return {clean_name(name): totals[p] for name, p in model.named_parameters() if p in totals}
+
+
+def _plain(model: nn.Module, data_group: ProcessGroup) -> Iterator[Pending]:
+    for p in (p for p in model.parameters() if not isinstance(p, DTensor)):
+        yield Pending(p, p.device, p.grad, partial(torch.zeros_like, p), lambda tensor: tensor, [data_group])
+
+
+def _of_any_rank(found: list[Pending]) -> list[Pending]:
+    """Leave out parameters of which no rank has a gradient. Which has one, samples may choose (heads, experts)."""
+    if not found:
+        return []
+    there = torch.tensor([each.gradient is not None for each in found], dtype=torch.int32, device=found[0].device)
+    dist.all_reduce(there, dist.ReduceOp.MAX)
+    return [each for each, is_waiting in zip(found, there.tolist(), strict=True) if is_waiting]
 
 
 def read_gradients(model: nn.Module, saved: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
@@ -69,17 +77,15 @@ def read_gradients(model: nn.Module, saved: Mapping[str, Any]) -> dict[nn.Parame
     return gradients
 
 
-def _average(gradient: Tensor, *groups: ProcessGroup) -> Tensor:
-    result = gradient.detach().clone()
+def _average(gradient: Tensor, groups: list[ProcessGroup]) -> Tensor:
+    dtype = torch.promote_types(gradient.dtype, torch.float32)  # on all ranks, whatever zeros are made like
+    result = gradient.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
     for group in groups:
         dist.all_reduce(result, group=group)
         result.div_(group.size())
     return result
 
 
-def _sum(one: Tensor | None, other: Tensor) -> Tensor:
-    return other if one is None else one + other
-
-
-def _sharded_like(parameter: DTensor, local: Tensor) -> Tensor:
-    return dtensor_like(local.to(parameter.device, parameter.dtype), parameter)
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    local = local.to(parameter.device, parameter.dtype)
+    return dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor import let_data_be_given
-from lightning_automodel._compat.dtensor_gradients import average_gradients_of_whole
+from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_local
 from lightning_automodel._compat.fsdp2 import fsdp_units, holds_several_dtypes
 from lightning_automodel._compat.groups import concatenated_once
 from lightning_automodel.checkpointing.save_pretrained import install_saving
@@ -76,7 +76,7 @@ class FSDP2Sharding:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
         let_data_be_given()
         draw_as_one_process()
-        average_gradients_of_whole(self.axes.data.mesh_dim_names or ())
+        see_to_gradients_of_local(self.axes.data.mesh_dim_names or ())
         if self.sums_gradients(model):
             with concatenated_once():
                 apply_fsdp2(model, self.axes, self.config, self.mp_policy, self.fully_shard_fn)

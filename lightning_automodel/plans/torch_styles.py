@@ -78,8 +78,8 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
 def _local_of_partial(stored: DTensor) -> Tensor:
     """Show the local tensor of a whole parameter, whose gradient is a rank's term of the sum over tp.
 
-    The gradient is a product, which is nobody else's: both terms of a sum have one gradient, and what they are given is
-    added to in place by the next micro-batch.
+    The gradient is a product, which is nobody else's (see ``own`` of ``_compat/dtensor_gradients.py``) in compiled
+    models, too: compilers take copies out of their graphs.
     """
     return scale_gradient(stored.to_local(grad_placements=[Partial()]), 1.0)
 

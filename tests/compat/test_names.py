@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_automodel import mesh as meshes
 from lightning_automodel._compat import fsdp2
 from lightning_automodel._compat.dtensor import strided_shard
-from lightning_automodel._compat.dtensor_gradients import average_gradients_of_whole
+from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_local
 from lightning_automodel._compat.fsdp2 import parameter_groups
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
 from lightning_automodel._compat.modules import lay_hooks_in_order
@@ -159,7 +159,7 @@ SCALARS: list[Callable[[Tensor], Tensor]] = [Tensor.norm, Tensor.mean, Tensor.am
 def gradients_of_scalars() -> list[float]:
     """Runs on each rank: differences from one process, where a rank's samples weigh a scalar of a parameter."""
     mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dist.get_rank()
-    average_gradients_of_whole(["dp"])
+    see_to_gradients_of_local(["dp"])
     torch.manual_seed(0)
     whole, differences = torch.randn(4, 3, requires_grad=True), []
     for scalar in SCALARS:

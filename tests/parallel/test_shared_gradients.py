@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_automodel.config import FSDP2Config
@@ -21,7 +22,7 @@ from tests.plans.support import BOUND, SCHEDULE
 from tests.plans.test_partial_sums import SUMS, Composed, build
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.comparison import compare
-from tests.support.training import HIDDEN, batches, make_trainer, whole
+from tests.support.training import HIDDEN, batches, make_trainer, whole, world_size
 
 
 def error() -> tuple[float, str]:
@@ -77,8 +78,24 @@ def test_the_style_for_torchs_parallelize_module(sizes: tuple[int, int], nursery
         assert found <= BOUND
 
 
+def moved(parameter: DTensor) -> DTensor:
+    return parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim)
+
+
+WAYS: dict[str, Callable[[DTensor, DTensor], Tensor]] = {
+    "full_tensor": lambda one, other: one.full_tensor() + other.full_tensor(),
+    "to_local": lambda one, other: one.to_local() + other.to_local(),
+    "redistribute, to_local": lambda one, other: moved(one).to_local() + moved(other).to_local(),
+    "a sum of what was moved": lambda one, other: (moved(one) + moved(other)).to_local(),
+}
+
+
 class ReadsTwins(Noted):
     """Computes with whole parameters itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = WAYS[way]
 
     def change(self) -> None:
         torch.manual_seed(0)
@@ -86,21 +103,28 @@ class ReadsTwins(Noted):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
-        twins = (self.matrices, self.vectors)
-        pairs = [[p.full_tensor() if isinstance(p, DTensor) else p for p in (t.one, t.other)] for t in twins]
-        matrix, vector = (one + other for one, other in pairs)
-        return output.loss + ((output.hidden_states[-1] * vector) @ matrix.T).square().mean() + pairs[1][1].sum()
+        matrix, vector = map(self.sum_of, (self.matrices, self.vectors))
+        one = self.vectors.one
+        alone = one.full_tensor() if isinstance(one, DTensor) else one
+        return output.loss + ((output.hidden_states[-1] * vector) @ matrix.T).square().mean() + alone.sum()
+
+    def sum_of(self, twins: Twins) -> Tensor:
+        one, other = twins.one, twins.other
+        return self.way(one, other) if isinstance(one, DTensor) else one + other
 
 
-def gradients_of_twins(strategy: Any) -> list[dict[str, Tensor]]:
+def gradients_of_twins(strategy: Any, way: str) -> list[dict[str, Tensor]]:
     """Runs on each rank: Lightning's own strategy for one device, or ours."""
-    module = ReadsTwins()
-    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, batches(1))
+    module = ReadsTwins(way)
+    data = world_size() if strategy == {} else 1
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1).fit(module, batches(data))
     return module.gradients
 
 
-def test_whole_parameters_of_tensor_parallelism(nursery: Nursery, pool2: Pool) -> None:
-    (expected,) = Pool(nursery, 1).run(gradients_of_twins, "auto", trainer=True)
-    for actual in pool2.run(gradients_of_twins, {"tp": 2}, trainer=True):
-        for one, many in zip(expected, actual, strict=True):
-            check_gradients(one, many)
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_parameters_of_users(way: str, nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of_twins, "auto", way, trainer=True)
+    for sizes in ({"tp": 2}, {}) if way != "to_local" else ({"tp": 2},):  # over data ranks it is a part
+        for actual in pool2.run(gradients_of_twins, sizes, way, trainer=True):
+            for one, many in zip(expected, actual, strict=True):
+                check_gradients(one, many)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor_gradients import gradient_from, gradient_spec, is_shared, local_of
+from lightning_automodel._compat.dtensor_gradients import gradient_from, gradient_spec, local_of, own
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient, summed
 from lightning_automodel.modules.parameter_swap import ParameterSwap
@@ -140,16 +140,16 @@ def _local(parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | Non
     # In a graph that dynamo makes of a whole model, it does not know how a DTensor is made.
     if sum_over is not None and gradient.is_partial():
         return copy_in(parameter.to_local(grad_placements=[Replicate()]), sum_over)
-    return scale_gradient(parameter.to_local(grad_placements=[gradient]), 1.0)  # a product is nobody else's
+    # A product is nobody else's; compilers take copies out of their graphs.
+    return scale_gradient(parameter.to_local(grad_placements=[gradient]), 1.0)
 
 
 class _Local(torch.autograd.Function):
     """A DTensor's local tensor, whose gradient becomes a DTensor: the ``grad`` of the parameter, or of FSDP2's copy.
 
-    That one is added to in place by the next micro-batch, and scaled. For its own leaves autograd copies a gradient
-    that others hold (both terms of a sum have the same one), or that lies differently in memory. Of a DTensor it sees
-    the wrapper only, which is always new. With ``sum_over`` the local tensor is no view: code of users writes into
-    whole parameters under ``no_grad``, which autograd forbids for views that a function gave.
+    It is nobody else's, and lies in memory as rows do, which autograd sees to for its own leaves only. With
+    ``sum_over`` the local tensor is no view: code of users writes into whole parameters under ``no_grad``, which
+    autograd forbids for views that a function gave.
     """
 
     @staticmethod
@@ -162,8 +162,5 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
-        if ctx.is_summed:
-            grad = summed(grad, ctx.sum_over)
-        else:
-            grad = grad.clone(memory_format=torch.contiguous_format) if is_shared(grad) else grad.contiguous()
+        grad = summed(grad, ctx.sum_over) if ctx.is_summed else own(grad).contiguous()
         return gradient_from(grad, ctx.spec, ctx.strides), None, None
