@@ -27,14 +27,21 @@ from torch.distributed.tensor import Shard
 from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
 
+Note = Callable[[int, list[bool], list[Tensor]], None]
+"""Takes the number of a group, which of its parameters take part in a reduction, and these."""
 _WAITING = "_gradients_that_wait"
 _numbers = count()
 
 
-def reduce_what_any_rank_has(unit: FSDPModule) -> None:
-    """Let an FSDP2 unit reduce each gradient that any rank has, and leave ``None`` where no rank has one."""
+def reduce_what_any_rank_has(unit: FSDPModule, note: Note) -> None:
+    """Let an FSDP2 unit reduce each gradient that any rank has, and leave ``None`` where no rank has one.
+
+    Args:
+        unit: whose parameters that require a gradient are the same on all ranks.
+        note: called before each reduction.
+    """
     for group in parameter_groups(unit):
-        reduction = _Reduction(group, fully_shard.state(unit))  # type: ignore[attr-defined]
+        reduction = _Reduction(group, fully_shard.state(unit), note)  # type: ignore[attr-defined]
         group.post_backward = partial(reduction.run, group.post_backward)
         group.finalize_backward = partial(reduction.end, group.finalize_backward)
 
@@ -54,8 +61,8 @@ def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
 class _Reduction:
     """What a group of parameters does behind its backward pass, with flags of the gradients that this rank has."""
 
-    def __init__(self, group: Any, state: Any) -> None:
-        self.group, self.state, self.number = group, state, next(_numbers)
+    def __init__(self, group: Any, state: Any, note: Note) -> None:
+        self.group, self.state, self.note, self.number = group, state, note, next(_numbers)
         sizes = (getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size"))
         self.ranks = math.prod(sizes)
         self.absent: dict[Any, list[tuple[_Flags, int]]] = {}  # parameters that had none before, with where to look
@@ -65,13 +72,15 @@ class _Reduction:
         group = self.group
         if not any(_was_gathered(held) for held in group.fsdp_params):
             return  # never called; FSDP2 would look for gradients to widen all the same
-        trained = [held for held in group.fsdp_params if held._unsharded_param.requires_grad]
+        takes_part = [_takes_part(held) for held in group.fsdp_params]
+        trained = [held for held, takes in zip(group.fsdp_params, takes_part, strict=True) if takes]
         if not trained or not group.reduce_grads or self.ranks == 1:
             post_backward(*unused)
             setattr(group, _WAITING, list(_waiting(group)))
             if not group.reduce_grads:
                 _put_aside[self.number] = self
             return
+        self.note(self.number, takes_part, [held.sharded_param for held in trained])
         has = [_gradient(held) is not None for held in trained]
         dtype = _reduced_dtype(trained)
         for held in trained:
@@ -163,6 +172,11 @@ def _marked(flags: list[bool], dtype: torch.dtype, device: torch.device) -> Tens
 
 def _was_gathered(held: Any) -> bool:
     return hasattr(held, "_unsharded_param")
+
+
+def _takes_part(held: Any) -> bool:
+    """Tell whether a parameter may get a gradient, or has one of a micro-batch in which it might."""
+    return held._unsharded_param.requires_grad or _gradient(held) is not None
 
 
 def _gradient(held: Any) -> Tensor | None:

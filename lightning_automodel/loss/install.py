@@ -204,6 +204,8 @@ def _head_of(model: PreTrainedModel) -> Any:
 
 def _linear_heads(head: Any) -> list[nn.Linear]:
     """Returns the head, or itself and the copies of it that train in its place, if it is linear."""
+    if head is None:
+        return []
     copies: Any = head.modules_to_save.values() if is_wrapper(head) and has_copies(head) else ()
     found = [unwrapped(head), *copies] if copies else [head]
     return found if all(isinstance(module, nn.Linear) for module in found) else []

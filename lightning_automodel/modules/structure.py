@@ -198,6 +198,14 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
 
 
+def configs_of_layers(config: Any) -> list[Any]:
+    """List the configs of the layers, or ``config`` alone where its fields hold for all of them.
+
+    Of a heterogeneous one transformers refuses to read what differs between layers.
+    """
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
 def kv_heads(attention: nn.Module) -> int | None:
     """Counts the key/value heads of an attention module, from its own sizes (they may differ per layer)."""
     projection, head_dim = getattr(attention, KEY_VALUE_PROJECTIONS[0], None), getattr(attention, "head_dim", None)

@@ -16,6 +16,7 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.transformers import record_as_before
 from lightning_automodel.parallel.dim_to_cut import DimToCut
+from lightning_automodel.parallel.gather_order import note_reduction
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
 from lightning_automodel.parallel.written_weights import refuse_written_weights
 
@@ -69,7 +70,7 @@ def shard_unit(
     if scalars:
         keep_scalars_whole(modules[0], scalars)
     if isinstance(modules[0], FSDPModule):
-        reduce_what_any_rank_has(modules[0])
+        reduce_what_any_rank_has(modules[0], note_reduction)
 
 
 def _give_rows(

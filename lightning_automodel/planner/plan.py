@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from lightning_automodel.modules.structure import text_config
+from lightning_automodel.modules.structure import configs_of_layers, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
 from lightning_automodel.planner.hardware import HARDWARE, Hardware
 from lightning_automodel.planner.layers import extrapolate
@@ -135,8 +135,9 @@ def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
         )
     if sizes.tp > hardware.devices or hardware.devices % sizes.tp:
         yield f"tp={sizes.tp} crosses nodes of {hardware.devices}: its collectives wait for the network in every layer"
-    heads = getattr(config, "num_key_value_heads", None)
-    if isinstance(heads, int) and heads < sizes.tp:
+    counts = (getattr(part, "num_key_value_heads", None) for part in configs_of_layers(config))
+    heads = min((count for count in counts if isinstance(count, int)), default=sizes.tp)
+    if heads < sizes.tp:
         times = sizes.tp // heads
         yield f"tp={sizes.tp} is more than num_key_value_heads={heads}: keys and values are computed {times} times"
     words = getattr(config, "vocab_size", None)

@@ -15,11 +15,11 @@ _INKLING = ("Inkling", "Inkling2", "Inkling2Loop")
 _HEAD = {"lm_head": "colwise_gather_output"}  # the plan splits the input: every rank would hold all logits
 
 ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
-    "DogeForCausalLM": {
-        "model.layers.*.self_attn.dt_proj": "rowwise_split_output",  # mixes all heads, and each head takes its own
-        "model.layers.*.self_attn.A": "colwise",
-        "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "DogeModel": {
+        "layers.*.self_attn.dt_proj": "rowwise_split_output",  # mixes all heads, and each head takes its own
+        "layers.*.self_attn.A": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     },
     "DeciLMForCausalLM": {  # Nemotron-NAS: code of the hub, of Llama's names; layers may lack either half
         **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},

@@ -197,7 +197,7 @@ def hands_on(model: nn.Module, inner: str) -> bool:
                 names, found = [], True
             else:
                 names.append(name)
-    head = {name for name, child in model.named_children() if child is _head(model)}
+    head = {name for name, child in model.named_children() if child is head_of(model)}
     return found and all(n in _PASSING or n in head or n.endswith(("Output", "WithPast")) for n in names)
 
 
@@ -217,7 +217,8 @@ def handed_to_children(block: nn.Module) -> set[str]:
     return {name for name in ordered_arguments(block) if names.count(name) == handed.count(name)}
 
 
-def _head(model: nn.Module) -> Any:
+def head_of(model: nn.Module) -> Any:
+    """Return what makes logits of the hidden states of ``model``, if it has that."""
     return model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat.dtensor import StridedShard
 from lightning_automodel.modules.four_bit import four_bit_layers
-from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, kv_heads, text_config
+from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, configs_of_layers, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.plans.derivation import derive_layout
 from lightning_automodel.plans.layout import Layout
@@ -88,12 +88,13 @@ def _check(model: nn.Module, tp: int, counts: Iterable[Count]) -> None:
 
 
 def _counts_of_config(config: Any) -> Iterator[Count]:
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        yield Count("num_attention_heads", heads)
-    key_value_heads = getattr(config, "num_key_value_heads", None)
-    if isinstance(key_value_heads, int) and key_value_heads > 0:
-        yield Count("num_key_value_heads", key_value_heads, shared=True)
+    for part in configs_of_layers(config):
+        heads = getattr(part, "num_attention_heads", None)
+        if isinstance(heads, int):
+            yield Count("num_attention_heads", heads)
+        key_value_heads = getattr(part, "num_key_value_heads", None)
+        if isinstance(key_value_heads, int) and key_value_heads > 0:
+            yield Count("num_key_value_heads", key_value_heads, shared=True)
 
 
 def _counts_of_nas(config: Any) -> Iterator[Count]:

@@ -1,5 +1,5 @@
 """Ends a run, or leaves a step out, where losses or gradients are NaN or infinite, before the weights change; and ends
-it where ranks gathered different layers, or have different learning rates.
+it where ranks gathered different layers, train different parameters, or have different learning rates.
 
 One vector says which gradients are not finite. All ranks agree on it, so that all do the same, and read it before the
 step, which costs nothing on CPU. A fused optimizer on an accelerator reads it there, and leaves its step out; the host
@@ -10,7 +10,7 @@ looks one step later at a copy that came meanwhile, and waits for nothing::
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -44,7 +44,8 @@ class Finding:
         losses: of this rank's micro-batches.
         gathered: by this rank before the step.
         rates: of this rank, by group of the optimizer.
-        differs: [2], 1 if other ranks gathered other layers, or in another order; and if they have other rates.
+        differs: [3], 1 if other ranks gathered other layers, or in another order; if they reduced gradients of other
+            parameters; and if they have other rates.
     """
 
     step: int
@@ -77,9 +78,24 @@ class Finding:
                 return ", ".join(f"rank {rank} called {name}" for rank, name in enumerate(calls))
         return "the first difference is no longer known"
 
+    def compare_reduced(self) -> str | None:
+        """Say of which parameters ranks first reduced gradients as if they were of the same ones; ``None`` if they did
+        not. Collective.
+        """
+        if not self.differs[1]:
+            return None
+        found: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, [self._names_of(parameters) for parameters in self.gathered.reduced])
+        for of_ranks in zip_longest(*found, fillvalue=[]):
+            alike = set.intersection(*map(set, of_ranks))
+            apart = [next((name for name in names if name not in alike), None) for names in of_ranks]
+            if any(apart):
+                return ", ".join(f"rank {rank} trains {name}" for rank, name in enumerate(apart) if name)
+        return "the first difference is no longer known"
+
     def compare_rates(self) -> str | None:
         """Say which group has different learning rates; ``None`` if none has. Collective."""
-        if not self.differs[1]:
+        if not self.differs[2]:
             return None
         found: list[list[float]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, self.rates)
@@ -107,7 +123,7 @@ class Finding:
             parts.append(f"the gradient of {names[0]}{others} is not")
         return f"optimizer step {self.step}: {', '.join(parts)}"
 
-    def _names_of(self, parameters: list[Tensor]) -> list[str]:
+    def _names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         return [names.get(parameter, "a parameter that the module does not hold") for parameter in parameters]
 
@@ -151,10 +167,10 @@ class FiniteGuard:
         self._losses.clear()
         gathered = take_gathers()
         rates = _rates(optimizer)
-        alike = (gathered.digest, sum(math.log(rate or _LOW) for rate in rates))
+        alike = (gathered.digest, gathered.digest_reduced, sum(math.log(rate or _LOW) for rate in rates))
         signed = [torch.full((1,), float(sign * number), device=device) for sign in (1, -1) for number in alike]
         found = _agreed(torch.cat([_not_finite(parameters, device), _any_not_finite(losses, device), *signed]))
-        vector, largest, smallest = found[:-4], found[-4:-2], -found[-2:]
+        vector, largest, smallest = found[:-6], found[-6:-3], -found[-3:]
         # Digests differ by 1 at least; rates by 0.1 %, which is more than the rounding of what ranks compute alike.
         differs = (largest - smallest > 1e-3).float()
         return Finding(module.trainer.global_step, module, parameters, vector, losses, gathered, rates, differs)
@@ -190,6 +206,13 @@ class FiniteGuard:
                 "same order, since each call gathers them. Put layers that samples choose into one nn.Module whose "
                 "forward chooses, and which all ranks call; or call those that a batch does not need as well, and add "
                 "0 * output.sum() to the loss; or use DDPStrategy with DDPConfig(find_unused_parameters=True)"
+            )
+        if (reduced := finding.compare_reduced()) is not None:
+            raise RuntimeError(
+                f"optimizer step {finding.step}: {reduced}, and not all ranks do; requires_grad has to be the same on "
+                "all ranks, since gradients are summed in one buffer. Let all that the samples choose among require a "
+                "gradient on every rank, such as adapters behind set_adapter of peft (parameter.requires_grad_(True) "
+                "for each): what no rank has used gets none; or choose the same on all ranks"
             )
         if (rates := finding.compare_rates()) is not None:
             raise RuntimeError(

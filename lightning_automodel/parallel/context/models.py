@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lightning_automodel.distributed.sequence_rows import Rows, average_grad, gather_whole
 from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.modules.forward import SharedByCopies
 from lightning_automodel.parallel.context.state import Pass, StreamOnRows
-from lightning_automodel.plans.context import ContextLayout
+from lightning_automodel.plans.context import ContextLayout, head_of
 
 _WHOLE = ("past_key_values", "cache", "cache_params", "output_attentions", "use_cache")
 """Arguments that, if they are given, ask for something that rows do not have: caches of all keys, scores."""
@@ -20,10 +19,12 @@ _WHOLE = ("past_key_values", "cache", "cache_params", "output_attentions", "use_
 
 def install_on_models(model: nn.Module, call: Pass, streams: list[StreamOnRows], layout: ContextLayout) -> None:
     """Put hooks around every model that contains blocks; the outermost one that is called begins and ends a call."""
+    heads = {name: head for name in layout.models if (head := head_of(model.get_submodule(name))) is not None}
     for name in layout.models:
         inner = model.get_submodule(name)
-        on_the_way = [hands_on for other, hands_on in layout.models.items() if _is_inside(other, name, layout)]
-        around = ModelOnRows(call, streams, name not in layout.holders and all(on_the_way))
+        inside = {other: hands_on for other, hands_on in layout.models.items() if _is_inside(other, name, layout)}
+        to_head = name not in layout.holders and not heads.keys().isdisjoint(inside)
+        around = ModelOnRows(call, streams, to_head and all(inside.values()))
         around.begin_with(inner)
         if name in layout.holders:
             own = [stream for stream in streams if stream.entry.holder == name]
@@ -32,8 +33,7 @@ def install_on_models(model: nn.Module, call: Pass, streams: list[StreamOnRows],
         if computes_loss(inner):
             function: Any = inner.loss_function
             inner.loss_function = sum_loss_of_rows(function, lambda: _rows_at_head(call), call.scale)  # type: ignore
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if head is not None and layout.models:
+    for head in {id(head): head for head in heads.values()}.values():
         HeadOnRows(call).install(head)
 
 
@@ -70,7 +70,7 @@ class ModelOnRows(SharedByCopies):
     Args:
         call: that they begin and end.
         streams: of all lists of blocks.
-        leaves_rows: every model on the way from the blocks to the head hands rows on as they are.
+        leaves_rows: there is a head, and every model on the way to it from the blocks hands rows on as they are.
     """
 
     def __init__(self, call: Pass, streams: list[StreamOnRows], leaves_rows: bool) -> None:
