@@ -159,8 +159,7 @@ def _local_power(
     total = torch.zeros((), device=device, dtype=dtype)
     for copies, locals_ in by_copies.items():
         filled = [g for g in locals_ if g.numel()]  # a rank's shard may be empty
-        # torch measures no tensor in a dtype narrower than its own.
-        filled = [g.to(dtype) if g.dtype == torch.float64 else g for g in filled]
+        filled = [_measurable(g, dtype) for g in filled]
         if not filled:
             continue
         norms = torch.stack([n.to(device) for n in each_norm(filled, norm_type, dtype=dtype)])
@@ -169,6 +168,12 @@ def _local_power(
         else:
             total = total + (norms**norm_type).sum() / copies
     return total
+
+
+def _measurable(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what torch measures in ``dtype``: no wider tensor, and the absolute values of complex ones."""
+    grad = grad.abs() if grad.is_complex() else grad
+    return grad.to(dtype) if grad.dtype == torch.float64 else grad
 
 
 def _copies(grad: Tensor) -> int:

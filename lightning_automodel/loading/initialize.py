@@ -154,7 +154,8 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh, apart_from: Set[Tensor
 def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Parameter] = ()) -> None:
     """Casts floating-point parameters to ``dtype`` in place, except those that the model wants in float32.
 
-    Those in ``wide`` stay in float32 as well if they are. Buffers keep their dtype: rotary frequencies in bfloat16 are
+    Those in ``wide`` stay in float32 as well if they are, and what was made in float64 is made no narrower than it is
+    by a model in float32. Buffers keep their dtype: rotary frequencies in bfloat16 are
     1.8 rad off at position 4096.
     """
     lenient = kept_in_float16_models(model) if dtype == torch.float16 else ()
@@ -163,7 +164,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Par
             keep = parameter in wide and parameter.dtype == torch.float32
             keep = keep or is_kept_in_float32(model, name) or any(pattern in name for pattern in lenient)
             wanted = torch.float32 if keep and dtype.itemsize < 4 else dtype
-            if parameter.dtype != wanted:
+            if parameter.dtype != wanted and (parameter.dtype, wanted) != (torch.float64, torch.float32):
                 parameter.data = parameter.data.to(wanted)
 
 

@@ -217,7 +217,7 @@ def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrec
 
 
 def find_float32(model: nn.Module) -> set[nn.Parameter]:
-    """Find parameters that are stored and used in float32 whatever the policy says.
+    """Find parameters that are stored and used in float32, or wider, whatever the policy says.
 
     Those that the model wants so, and those that are stored so beside others of lower precision: that is on purpose.
     """
@@ -225,7 +225,9 @@ def find_float32(model: nn.Module) -> set[nn.Parameter]:
     return {
         parameter
         for name, parameter in model.named_parameters()
-        if is_kept_in_float32(model, name) or (mixed and parameter.dtype == torch.float32)
+        if is_kept_in_float32(model, name)
+        or parameter.dtype == torch.float64
+        or (mixed and parameter.dtype == torch.float32)
     }
 
 

@@ -100,8 +100,14 @@ def _groups_of_one_dtype(
         is_cast = mp_policy.param_dtype not in (None, parameter.dtype)
         groups.setdefault((parameter.dtype, is_cast and parameter in in_float32), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: -sum(p.numel() for p in item[1]))
-    wide = replace(mp_policy, param_dtype=None)
-    return [(group, wide if keep or not dtype.is_floating_point else mp_policy) for (dtype, keep), group in ordered]
+    return [(group, _policy_of(dtype, keep, mp_policy)) for (dtype, keep), group in ordered]
+
+
+def _policy_of(dtype: torch.dtype, keep: bool, mp_policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Choose the policy of parameters of ``dtype``: in float32 gradients of complex ones would lose a part."""
+    if not dtype.is_floating_point or dtype == torch.float64:
+        return replace(mp_policy, param_dtype=None, reduce_dtype=None)
+    return replace(mp_policy, param_dtype=None) if keep else mp_policy
 
 
 def _gather_for_backward(module: nn.Module, args: tuple, output: Any) -> None:

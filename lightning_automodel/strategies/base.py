@@ -6,6 +6,7 @@ this one.
 """
 
 from abc import abstractmethod
+from collections.abc import Container
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +41,7 @@ from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, di
 from lightning_automodel.strategies.faults.preemption import Preemption
 from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.strategies.last_gradients import LastGradients, read_between_micro_batches
+from lightning_automodel.strategies.late_tensors import LateTensors, refuse_late_tensors
 from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
@@ -61,11 +63,16 @@ class SharedHooks(SavingStrategy):
         self._evaluation = EvenEvaluation()
         self._preemption = Preemption()
         self._last_gradients = LastGradients()
+        self._late = LateTensors()
         self._reads_between = False
 
     @abstractmethod
     def build_parallel(self, module: "pl.LightningModule") -> None:
         """Makes what the module holds parallel, in place; called again by every call of the trainer."""
+
+    @abstractmethod
+    def reduced_parameters(self) -> Container[Tensor] | None:
+        """Collect the parameters whose gradients become those of all samples; ``None`` if all are that already."""
 
     def after_evaluation_step(self, output: Any) -> Any:
         """Receives the output of every evaluation step, and returns it."""
@@ -133,6 +140,7 @@ class SharedHooks(SavingStrategy):
             averaging.begin(self._callbacks, self._module)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module)
+            self._check_late(self.optimizers)
             check_callbacks(self._callbacks, self._module)
         self.setup_precision_plugin()
         # Megatron-FSDP looks by itself (check_for_nan_in_grad), before it reduces.
@@ -157,6 +165,11 @@ class SharedHooks(SavingStrategy):
         """Refuse hooks on parameters that would not run as on one process; before training and before each step."""
         if not self.runs_gradient_hooks:
             refuse_gradient_hooks(self._module)
+
+    def _check_late(self, optimizers: list[Optimizer]) -> None:
+        changed = [optimizer for optimizer in optimizers if self._late.have_changed(optimizer)]
+        if changed and (reduced := self.reduced_parameters()) is not None:
+            refuse_late_tensors(changed, self._module, reduced)
 
     def optimizers_to_device(self) -> None:
         """States that an optimizer holds from its construction on go to where the parameters are."""
@@ -257,6 +270,7 @@ class SharedHooks(SavingStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if have_gradient_hooks(p for group in optimizer.param_groups for p in group["params"]):
             self.check_gradient_hooks()
+        self._check_late([optimizer])
         with explaining_step(optimizer):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         self.note_step(optimizer)

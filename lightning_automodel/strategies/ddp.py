@@ -154,6 +154,10 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     def _is_fitting(self) -> bool:
         return self._trainer.state.fn == TrainerFn.FITTING
 
+    @override
+    def reduced_parameters(self) -> set[Tensor] | None:
+        return None if self.data_size == 1 else set(self._module.parameters())
+
     # ---- reduction of gradients --------------------------------------------------------------------------------------
 
     @override

@@ -264,7 +264,8 @@ def _all_finite(tensors: list[Tensor]) -> Tensor:
     finite = torch.isfinite(torch.stack(each_norm(tensors, 2)))
     if finite.all():
         return finite
-    extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]  # stack widens to the widest
+    reals = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+    extremes = [extreme for tensor in reals for extreme in torch.aminmax(tensor)]  # stack widens to the widest
     return torch.isfinite(torch.stack(extremes)).view(-1, 2).all(1)
 
 

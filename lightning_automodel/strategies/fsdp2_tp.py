@@ -183,6 +183,10 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                     reserve(submodel.module, self.root_device)  # random weights are drawn whole, for nothing here
                 materialize(submodel.module, self.root_device)
 
+    @override
+    def reduced_parameters(self) -> set[Tensor]:
+        return {p for p in self._module.parameters() if isinstance(p, DTensor)}
+
     def _check_mesh(self, submodel: Submodel) -> None:
         mesh = next((p.device_mesh for p in submodel.module.parameters() if isinstance(p, DTensor)), None)
         if mesh is None:

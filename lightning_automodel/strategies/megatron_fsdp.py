@@ -21,7 +21,7 @@ from lightning_automodel.checkpointing.folder import GRADIENTS
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
-from lightning_automodel.distributed.uneven_shards import complete_state
+from lightning_automodel.distributed.uneven_shards import PARTITION, complete_state
 from lightning_automodel.distributed.whole_numbers import norms_by
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.loading.placed_parameters import place, values_aside
@@ -171,6 +171,10 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         vars(module)[_PASSES] = Passes(sharded, modules)
         if self.config.check_replicas_every_n_steps is not None:
             check_replicas_every(module, self.config.check_replicas_every_n_steps, sharded.replicas)
+
+    @override
+    def reduced_parameters(self) -> set[Tensor]:
+        return {p for p in self._module.parameters() if hasattr(p, PARTITION)}
 
     @override
     def check_replicas(self, module: "pl.LightningModule") -> None:

@@ -30,6 +30,6 @@ def reduce_in_float32(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
         bucket: gradients of one dtype.
     """
     narrow = bucket.buffer()
-    wide = narrow.float().div_(dist.get_world_size())
+    wide = narrow.to(torch.promote_types(narrow.dtype, torch.float32)).div_(dist.get_world_size())
     future = dist.all_reduce(wide, async_op=True).get_future()
     return future.then(lambda done: narrow.copy_(done.value()[0]))

@@ -75,13 +75,20 @@ def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> N
     """Run the stages on ``model`` in place; its parameters may be on meta.
 
     Raises:
-        ValueError: if tp does not fit the model, or it has no plan; for a parameter without dimensions.
+        ValueError: if tp does not fit the model, or it has no plan; for a parameter without dimensions, or of a dtype
+            that the library has no buffers for.
     """
     if scalar := next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None):
         raise ValueError(
             f"{scalar} of {class_names(model)[0]} has no dimensions, and Megatron-FSDP shards rows; use "
             "FSDP2TPStrategy or DDPStrategy, or give it the shape [1]"
         )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() or parameter.dtype == torch.float64:
+            raise ValueError(
+                f"{name} of {class_names(model)[0]} is stored in {parameter.dtype}, of which Megatron-FSDP reduces no "
+                "gradients; use FSDP2TPStrategy or DDPStrategy"
+            )
     apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
 
 

@@ -80,5 +80,9 @@ def _compare(gradients: Mapping[str, Tensor], tp_mesh: DeviceMesh) -> None:
 
 def _norm_and_sum(gradient: Tensor) -> Tensor:
     """Computes norm and sum in float32 without a copy of the gradient: it may be that of a whole embedding."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    if gradient.dtype == torch.float64:  # torch measures no tensor in a narrower dtype than its own
+        gradient = gradient.float()
     norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return torch.stack([norm, gradient.sum(dtype=torch.float32)])
