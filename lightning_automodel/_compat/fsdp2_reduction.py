@@ -24,12 +24,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
+from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
 from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
 
 Note = Callable[[int, list[bool], list[Tensor]], None]
 """Takes the number of a group, which of its parameters take part in a reduction, and these."""
 _WAITING = "_gradients_that_wait"
+_SOME_CLEARED = (
+    "zero_grad() between the micro-batches of a step clears some parameters of a layer and not others, and with "
+    "defer_fsdp_grad_sync=False their gradients wait in one tensor; clear all of them, or leave it at True"
+)
 _numbers = count()
 
 
@@ -76,9 +81,7 @@ class _Reduction:
         trained = [held for held, takes in zip(group.fsdp_params, takes_part, strict=True) if takes]
         if not trained or not group.reduce_grads or self.ranks == 1:
             post_backward(*unused)
-            setattr(group, _WAITING, list(_waiting(group)))
-            if not group.reduce_grads:
-                _put_aside[self.number] = self
+            self._note_what_waits()
             return
         self.note(self.number, takes_part, [held.sharded_param for held in trained])
         has = [_gradient(held) is not None for held in trained]
@@ -97,6 +100,7 @@ class _Reduction:
         finally:
             group.fsdp_params = own
         setattr(group, _WAITING, [])
+        self._note_partial_sums()
         for i, held in enumerate(trained):
             if held in self.absent:  # a model that was called twice is reduced twice
                 self.absent[held].append((flags, i))
@@ -110,6 +114,38 @@ class _Reduction:
         self.absent.clear()
         if self.group.reduce_grads:
             self.reduce_others()
+
+    def _note_what_waits(self) -> None:
+        setattr(self.group, _WAITING, list(_waiting(self.group)))
+        if not self.group.reduce_grads:
+            _put_aside[self.number] = self
+            clear_with_others(self)
+
+    def _note_partial_sums(self) -> None:
+        if self.group._partial_reduce_output is None:
+            clear_no_more(self)
+        else:
+            clear_with_others(self)
+
+    def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
+        """Clear what waits of ``parameters``.
+
+        Raises:
+            ValueError: for some parameters of a group whose sums over shards wait, in one tensor, for those of replicas.
+        """
+        group = self.group
+        if group._partial_reduce_output is not None:
+            trained = {held.sharded_param for held in group.fsdp_params if held.sharded_param.requires_grad}
+            if trained <= parameters:
+                group._partial_reduce_output = None
+            elif trained & parameters:
+                raise ValueError(_SOME_CLEARED)
+        for held in (held for held in group.fsdp_params if held.sharded_param in parameters and _was_gathered(held)):
+            if set_to_none:
+                held.unsharded_accumulated_grad = held._unsharded_param.grad = None
+            elif (gradient := _gradient(held)) is not None:
+                gradient.zero_()
+        self._note_what_waits()
 
     def reduce_others(self) -> None:
         """Reduce what waits in other models that the backward pass did not come through, and which is let go now."""

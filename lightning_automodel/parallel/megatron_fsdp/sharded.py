@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
 from lightning_automodel._compat.dtensor import count_writes_through_data, refuse_gathering, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
@@ -97,6 +98,7 @@ class ShardedModules:
         for name, raw in self.wrapper.raw_param.items():
             if raw.requires_grad:
                 raw.register_post_accumulate_grad_hook(partial(self._note, name))
+        self._cleared: set[str] = set()  # within a window
         self._window_is_closed = self._is_outdated = True
         self._writes_seen = 0
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
@@ -140,6 +142,9 @@ class ShardedModules:
         if self._window_is_closed:
             self._refuse_changes_of_what_trains()
             self._follow_zero_grad()
+        elif self._cleared:
+            self._clear(self._cleared)
+        self._cleared = set()
         self._window_is_closed = False
         use_raw_parameters(self.wrapper)
         self.wrapper.is_last_microbatch = is_last
@@ -153,10 +158,16 @@ class ShardedModules:
         if self.wrapper.is_last_microbatch:
             self.wrapper.finish_grad_sync()
             self._window_is_closed = True
+            clear_no_more(self)
             self._give_empty_gradients()
             self._check_gradients()
         else:
+            clear_with_others(self)
             self._use_those_of_optimizer()
+
+    def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
+        """Note that ``zero_grad`` clears ``parameters`` within a window."""
+        self._cleared |= {name for name, p in self._parameters.items() if p in parameters}
 
     def _use_those_of_optimizer(self) -> None:
         use_parameters_of_optimizer(self.wrapper)
@@ -208,11 +219,12 @@ class ShardedModules:
     def _clear(self, names: Iterable[str]) -> None:
         buffers = self.wrapper.param_and_grad_buffer
         for name in names:
+            self._reached.discard(name)
             raw = self.wrapper.raw_param[name]
             group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
             if group.main_grad_buffer is not None:
                 item = group.main_grad_buffer.param_idx[raw]
-                group.main_grad_buffer.get_item(item, only_shard=True).zero_()
+                group.main_grad_buffer.get_item(item).zero_()  # as much as this rank has of it
 
     def _note(self, name: str, _: Tensor) -> None:
         """Note that a backward pass of this window reached a parameter: a hook of the one that computes."""

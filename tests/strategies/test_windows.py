@@ -1,0 +1,138 @@
+"""What users do between the micro-batches of an optimizer step, with the steps of one process."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.strategies.test_own_code import check_gradients
+from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
+from tests.support.subjects import gather_part
+from tests.support.training import Descending, batches, make_trainer
+
+WINDOW, ROWS = 4, 64  # 16 batches
+
+
+class Weights(L.Callback):
+    """Keeps the weights behind each micro-batch."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        self.found.append({name: gather_part(p) for name, p in module.named_parameters()})
+
+
+class DropsByOptimizer(Descending):
+    """Throws away the first two micro-batches of the second step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WINDOW + 1:
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+class DropsByModule(Descending):
+    """The same, of the module."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WINDOW + 1:
+            self.zero_grad()
+
+
+class Changes(Descending):
+    """Makes steps shorter, and longer, within one."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        sizes = {1: 2, 4: 4, 9: 5}
+        self.trainer.accumulate_grad_batches = sizes.get(batch_idx, self.trainer.accumulate_grad_batches)
+
+
+class Stops(Descending):
+    """Ends the first run within a step; the second begins anew."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.max_epochs == 1 and batch_idx == WINDOW + 1:
+            self.trainer.should_stop = True
+
+
+class Raises(Descending):
+    """Fails within a step, behind its backward pass; the second run begins anew."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.max_epochs == 1 and batch_idx == WINDOW + 1:
+            raise RuntimeError("meant")
+
+
+class DropsByHand(Descending):
+    """Throws away a micro-batch whose loss it does not like, with steps by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.accumulate(batch, batch_idx)
+        if batch_idx == WINDOW + 1:
+            optimizer.zero_grad()
+        if batch_idx % WINDOW == WINDOW - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def accumulate(self, batch: list[Tensor], batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        is_last, alone = batch_idx % WINDOW == WINDOW - 1, not hasattr(strategy, "block_backward_sync")
+        with nullcontext() if is_last or alone else strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch) / WINDOW)
+
+
+class DropsOfOne(DropsByHand):
+    """Throws away what one of two optimizers would step with, as zeros."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        self.accumulate(batch, batch_idx)
+        if batch_idx == WINDOW + 1:
+            optimizers[0].zero_grad(set_to_none=False)
+        if batch_idx % WINDOW == WINDOW - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return torch.optim.SGD(parameters[::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)
+
+
+CASES: list[type[Descending]] = [DropsByOptimizer, DropsByModule, Changes, Stops, Raises, DropsByHand, DropsOfOne]
+
+
+def run(layout: str | None, kind: type[Descending]) -> list[dict[str, Any]]:
+    """Runs on each rank: Lightning's own strategy for one device, or ours."""
+    module, weights = kind(), Weights()
+    for epochs in (1, 2) if kind in (Stops, Raises) else (1,):
+        strategy: Any = LAYOUTS[layout].make() if layout else "auto"
+        size = {"accumulate_grad_batches": WINDOW} if module.automatic_optimization else {}
+        trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[weights], **size)
+        with pytest.raises(RuntimeError, match="meant") if (kind, epochs) == (Raises, 1) else nullcontext():
+            trainer.fit(module, batches(LAYOUTS[layout].data_size if layout else 1, ROWS))
+    return weights.found
+
+
+NAMES = ("fsdp2-dp2", "fsdp2-tp2", "ddp-2", "megatron1-dp2", "megatron3-dp2", "megatron0-dp2", "megatron2-dp2")
+ALL = [(kind, layout) for kind in CASES for layout in NAMES]
+FAST = [(DropsByModule, "megatron1-dp2"), (DropsOfOne, "megatron3-dp2"), *((kind, "fsdp2-dp2") for kind in CASES)]
+
+
+@pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))
+def test_steps_are_those_of_one_process(kind: type[Descending], layout: str, nursery: Nursery) -> None:
+    (expected,) = Pool(nursery, 1).run(run, None, kind, trainer=True)
+    found = Pool(nursery, LAYOUTS[layout].ranks).run(run, layout, kind, trainer=True)[0]
+    assert len(found) == len(expected)
+    for i in range(1, len(found)):
+        steps = [{name: w[i][name] - w[i - 1][name] for name in w[i]} for w in (expected, found)]
+        assert any(d.any() for d in steps[0].values()) == any(d.any() for d in steps[1].values()), i
+        check_gradients(*steps)
