@@ -90,5 +90,5 @@ def _join_columns(held: FSDPParam, gathered: list[Tensor], ranks: int) -> None:
 
 
 def _without_functorch() -> AbstractContextManager:
-    """As torch's own methods from 2.13 on: what a transform of torch.func traces is what is computed with them."""
+    """Leave transforms of torch.func, as FSDP2 does from torch 2.13 on: they are of what is computed with parameters."""
     return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()

@@ -26,6 +26,8 @@ ATTRIBUTES = {
     ),
     "torch:_C": (
         "DisableTorchFunction",
+        "_DisableFuncTorch",
+        "_are_functorch_transforms_active",
         "_current_graph_task_id",
         "_nn",
         "_storage_Use_Count",
@@ -37,8 +39,8 @@ ATTRIBUTES = {
     "torch._subclasses.fake_tensor:FakeTensorMode": ("_get_output_tensor_from_cache_entry", "_prep_args_for_hash"),
     "torch.utils._python_dispatch:TorchDispatchMode": ("_should_skip_dynamo",),
     "torch.cuda.memory:": ("_dump_snapshot", "_record_memory_history"),
-    "torch.autograd:": ("_profiler_enabled",),
-    "torch:": ("_C", "_assert_async", "_dynamo", "_foreach_mul_", "_foreach_norm", "_inductor"),
+    "torch.autograd:": ("_profiler_enabled", "_unsafe_preserve_version_counter"),
+    "torch:": ("_C", "_assert_async", "_dynamo", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_inductor"),
     "torch:Tensor": ("_backward_hooks", "_base", "_make_wrapper_subclass", "_post_accumulate_grad_hooks", "_version"),
     "torch:ops.aten.mm.default": ("_overloadpacket", "_schema"),
     "torch.amp:GradScaler": ("_unscale_grads_",),
@@ -202,7 +204,7 @@ INHERITED = {
 }
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
-OWN = {"_backward", "_connector", "_holds", "_loop", "_place", "_requeue"}
+OWN = {"_backward", "_connector", "_gather", "_holds", "_loop", "_place", "_requeue"}
 """Attributes of classes in _compat."""
 
 OPTIONAL = {
