@@ -90,5 +90,5 @@ def _join_columns(held: FSDPParam, gathered: list[Tensor], ranks: int) -> None:
 
 
 def _without_functorch() -> AbstractContextManager:
-    """Leave transforms of torch.func, as FSDP2 does from torch 2.13 on: they are of what is computed with parameters."""
+    """Leave transforms of torch.func, as FSDP2 does from torch 2.13 on: they are of what parameters compute."""
     return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()

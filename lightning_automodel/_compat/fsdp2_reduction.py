@@ -131,7 +131,7 @@ class _Reduction:
         """Clear what waits of ``parameters``.
 
         Raises:
-            ValueError: for some parameters of a group whose sums over shards wait, in one tensor, for those of replicas.
+            ValueError: for some parameters of a group whose sums over shards wait, in one tensor, for replicas.
         """
         group = self.group
         if group._partial_reduce_output is not None:

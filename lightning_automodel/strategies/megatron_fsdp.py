@@ -219,9 +219,9 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        self.precision_plugin.clip_norm = self._sharded.clip
+        self.precision_plugin.clip_norm = self._sharded.norms.clip
         self.precision_plugin.around_backward = self._passes.backward
-        self.precision_plugin.around_hooks = partial(norms_by, self._sharded.norm_of)
+        self.precision_plugin.around_hooks = partial(norms_by, self._sharded.norms.norm_of)
 
     @override
     def model_to_device(self) -> None:

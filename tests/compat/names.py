@@ -204,7 +204,17 @@ INHERITED = {
 }
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
-OWN = {"_backward", "_connector", "_gather", "_holds", "_loop", "_place", "_requeue"}
+OWN = {
+    "_backward",
+    "_connector",
+    "_gather",
+    "_holds",
+    "_note_partial_sums",
+    "_note_what_waits",
+    "_loop",
+    "_place",
+    "_requeue",
+}
 """Attributes of classes in _compat."""
 
 OPTIONAL = {

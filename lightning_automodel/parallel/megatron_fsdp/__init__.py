@@ -116,7 +116,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     from lightning_automodel.parallel.megatron_fsdp.loops import sharded_of
 
-    return sharded_of(model).clip(model.parameters(), max_norm)
+    return sharded_of(model).norms.clip(model.parameters(), max_norm)
 
 
 def nvfsdp_strategy_parallelize(

@@ -26,9 +26,10 @@ from lightning_automodel._compat.megatron_fsdp import (
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.distributed.replica_checksums import Replicas
-from lightning_automodel.gradients import scale_, to_local_if_dtensor
+from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
 from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_classes
+from lightning_automodel.parallel.megatron_fsdp.norms import Norms
 from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 from lightning_automodel.parallel.whole_draws import refuse_draws
@@ -46,6 +47,7 @@ class ShardedModules:
     Attributes:
         units: classes of modules that are gathered and freed as one.
         trained: the parameters that compute, and have gradients.
+        norms: of what the optimizer has.
 
     Args:
         modules: called as a whole each; plain parameters, real values.
@@ -86,14 +88,14 @@ class ShardedModules:
             refuse_draws(self._mesh)
         if dp_mesh.size() > 1:
             refuse_gathering(self._mesh, _NOT_GATHERED)
-        starts, self._copies = describe_shards(
+        starts, copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
+        self.norms = Norms(self._parameters, copies, self._mesh, tp_mesh.size())
         if dtypes.main is not None:
             self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
         self.units = tuple(units)
         self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
-        self._by_memory: dict[tuple[int, int], int] = {}
         self._reached: set[str] = set()
         for name, raw in self.wrapper.raw_param.items():
             if raw.requires_grad:
@@ -246,7 +248,7 @@ class ShardedModules:
         if not self.config.check_for_nan_in_grad:
             self._warn_of_unused(unused)
             return
-        power = self._power(self._parameters.values(), 2.0)
+        power = self.norms.power(self._parameters.values(), 2.0)
         sums = torch.stack([power, torch.full_like(power, len(unused))])
         dist.all_reduce(sums)
         total, missing = sums.tolist()  # the only wait of the host
@@ -290,73 +292,8 @@ class ShardedModules:
             own = {name.partition(".")[2]: to_local_if_dtensor(p) for name, p in self._parameters.items()}
             yield Replicas(axis="dp", group=data, tensors=own)
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    def total_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Computes the norm of all gradients taken as one vector, each element once: a float32 scalar. Collective.
-
-        Ranks may hold no gradient at all, so every rank takes part whatever it holds.
-        """
-        total = self._power(parameters, norm_type)
-        dist.all_reduce(total)
-        return total ** (1 / norm_type)
-
-    def _power(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Compute this rank's term of the sum over ``|g| ** norm_type``."""
-        total = torch.zeros((), device=torch.device(self._dp_mesh.device_type))
-        for parameter in parameters:
-            if parameter.grad is not None:
-                power = to_local_if_dtensor(parameter.grad).float().norm(norm_type) ** norm_type
-                total = total + power / self._copies[parameter]
-        return total
-
-    def norm_of(self, tensor: Tensor, norm_type: float) -> Tensor | None:
-        """Computes the norm of one parameter or gradient over all ranks; ``None`` for a tensor that is neither.
-
-        Collective. A DTensor knows the data ranks alone: its own norm is that of this rank's slice of tp.
-        """
-        if not isinstance(tensor, DTensor) or tensor.device_mesh != self._mesh:
-            return None
-        local, memory = to_local_if_dtensor(tensor).float(), _memory(tensor)
-        if memory not in self._by_memory:
-            self._by_memory = self._copies_by_memory()
-        copies = self._by_memory.get(memory)
-        if local.numel() and copies is None:
-            raise ValueError(
-                f"the norm of a tensor of shape {tuple(tensor.shape)}, which tp={self._tp_mesh.size()} may have cut, "
-                "would be that of a part; take it of a parameter or a gradient itself, and scale the norm"
-            )
-        if math.isinf(norm_type):
-            largest = local.abs().amax() if local.numel() else local.new_zeros(())
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-            return largest
-        total = local.norm(norm_type) ** norm_type / (copies or 1)
-        dist.all_reduce(total)
-        return total ** (1 / norm_type)
-
-    def _copies_by_memory(self) -> dict[tuple[int, int], int]:
-        """Tell how many ranks hold a parameter or gradient, by its memory: ``parameter.grad.data`` is a new object."""
-        found = {}
-        for parameter in self._parameters.values():
-            for tensor in (parameter, parameter.grad):
-                if tensor is not None:
-                    found[_memory(tensor)] = self._copies[parameter]
-        return found
-
-    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scales gradients in place so that their norm is at most ``max_norm``; returns the norm before."""
-        parameters = list(parameters)
-        norm = self.total_norm(parameters)
-        scale_((p.grad for p in parameters if p.grad is not None), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
     def _keep_originals(self, originals: dict[str, Tensor], starts: dict[str, int]) -> None:
         """Restore the optimizer's parameters from wide originals: they were made from narrow ones, and lost digits."""
         for name, value in originals.items():
             local = to_local_if_dtensor(self._parameters[name].detach())
             local.copy_(value[starts[name] : starts[name] + count_rows(local)])
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    local = to_local_if_dtensor(tensor.detach())
-    return local.data_ptr(), local.numel()
