@@ -154,9 +154,8 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh, apart_from: Set[Tensor
 def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Parameter] = ()) -> None:
     """Casts floating-point parameters to ``dtype`` in place, except those that the model wants in float32.
 
-    Those in ``wide`` stay in float32 as well if they are, and what was made in float64 is made no narrower than it is
-    by a model in float32. Buffers keep their dtype: rotary frequencies in bfloat16 are
-    1.8 rad off at position 4096.
+    Those in ``wide`` stay in float32 as well if they are, and float64 is not narrowed to float32. Buffers keep their
+    dtype: rotary frequencies in bfloat16 are 1.8 rad off at position 4096.
     """
     lenient = kept_in_float16_models(model) if dtype == torch.float16 else ()
     for name, parameter in model.named_parameters():

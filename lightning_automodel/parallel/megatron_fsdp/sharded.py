@@ -84,10 +84,7 @@ class ShardedModules:
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
-        if dp_mesh.size() * tp_mesh.size() > 1:
-            refuse_draws(self._mesh)
-        if dp_mesh.size() > 1:
-            refuse_gathering(self._mesh, _NOT_GATHERED)
+        self._refuse_operations()
         starts, copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
@@ -105,6 +102,13 @@ class ShardedModules:
         self._writes_seen = 0
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
+
+    def _refuse_operations(self) -> None:
+        """Refuse what of shards in uneven numbers would be wrong, or would hang."""
+        if self._dp_mesh.size() * self._tp_mesh.size() > 1:
+            refuse_draws(self._mesh)
+        if self._dp_mesh.size() > 1:
+            refuse_gathering(self._mesh, _NOT_GATHERED)
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
