@@ -148,7 +148,7 @@ def train() -> dict[str, Tensor]:
 
 
 def test_replicas(pool2: Pool) -> None:
-    model, rows = build().float(), tokens(6)
+    model, rows = build(), tokens(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(3):
         sum(penalty_of_embeddings(model, rows[[2 * step + rank]]) / 2 for rank in range(2)).backward()
