@@ -27,11 +27,11 @@ class Shapes(FakeTensorMode):
             else:
                 super()._prep_args_for_hash(result, [arg], state, id_hashed_objects)
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        known = entry.metadata
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, *others: Any) -> Any:
+        known, args = entry.metadata, others[-1]  # before torch 2.15 the function stands between the key and these
         if known is None or known.is_conj or known.is_neg:
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        storage = args[entry.view_idx].untyped_storage() if func.is_view else None
+            return super()._get_output_tensor_from_cache_entry(state, entry, *others)
+        storage = None if entry.view_idx is None else args[entry.view_idx].untyped_storage()
         with in_kernel_invocation_manager(self):
             found = torch.empty_strided(
                 known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
