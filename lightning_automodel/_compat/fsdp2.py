@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 
+from lightning_automodel._compat.fsdp2_waiting import gradient_of, was_gathered
 from lightning_automodel._compat.tensors import without_checkpointing_modes
 
 _KEPT = "_kept_gathered"
@@ -161,9 +162,7 @@ def pending_gradients(unit: FSDPModule) -> Iterator[Pending]:
     """
     for group in parameter_groups(unit):
         for held in group.fsdp_params:
-            found = held.unsharded_accumulated_grad
-            if found is None and hasattr(held, "_unsharded_param"):
-                found = held._unsharded_param.grad
+            found = gradient_of(held) if was_gathered(held) else None
             yield Pending(
                 held.sharded_param,
                 group.device,
@@ -182,8 +181,7 @@ def unreduced_parameter(units: Iterable[FSDPModule]) -> tuple[nn.Module, str] | 
     """
     for group in (group for unit in units for group in parameter_groups(unit) if group.reduce_grads):
         for held in group.fsdp_params:
-            whole = getattr(held, "_unsharded_param", None)
-            if held.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            if was_gathered(held) and gradient_of(held) is not None:
                 return held._module_info.module, held._module_info.param_name
     return None
 

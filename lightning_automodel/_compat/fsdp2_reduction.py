@@ -12,7 +12,8 @@ Which gradients there are goes along in the same buffer, so nothing more is sent
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -27,10 +28,20 @@ from torch.distributed.tensor import Shard
 from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
 from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
+from lightning_automodel._compat.fsdp2_waiting import (
+    clear_gradient_of,
+    complete,
+    end_backward_pass,
+    gradient_of,
+    waiting_in,
+    was_gathered,
+)
 
 Note = Callable[[int, list[bool], list[Tensor]], None]
 """Takes the number of a group, which of its parameters take part in a reduction, and these."""
 _WAITING = "_gradients_that_wait"
+_ORDER = "_reduce_scatter_param_indices"
+"""from torch 2.15 on: the order of a group's parameters in a reduction"""
 _SOME_CLEARED = (
     "zero_grad() between the micro-batches of a step clears some parameters of a layer and not others, and with "
     "defer_fsdp_grad_sync=False their gradients wait in one tensor; clear all of them, or leave it at True"
@@ -60,7 +71,7 @@ def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
     states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
     waiting = [state for state in states if any(map(_only_waits, parameter_groups_of(state)))]
     for state in {id(state._state_ctx): state for state in waiting}.values():
-        state._root_post_backward_final_callback()
+        end_backward_pass(state)
 
 
 class _Reduction:
@@ -70,12 +81,13 @@ class _Reduction:
         self.group, self.state, self.note, self.number = group, state, note, next(_numbers)
         sizes = (getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size"))
         self.ranks = math.prod(sizes)
-        self.absent: dict[Any, list[tuple[_Flags, int]]] = {}  # parameters that had none before, with where to look
+        self.flags = _Flags(group.mesh_info)
+        self.absent: dict[Any, list[tuple[_Sums, int]]] = {}  # parameters that had none before, with where to look
 
     def run(self, post_backward: Callable, *unused: Any) -> None:
         """Run FSDP2's own ``post_backward`` with zeros for what this rank lacks, and with the flags."""
         group = self.group
-        if not any(_was_gathered(held) for held in group.fsdp_params):
+        if not any(was_gathered(held) for held in group.fsdp_params):
             return  # never called; FSDP2 would look for gradients to widen all the same
         takes_part = [_takes_part(held) for held in group.fsdp_params]
         trained = [held for held, takes in zip(group.fsdp_params, takes_part, strict=True) if takes]
@@ -84,39 +96,45 @@ class _Reduction:
             self._note_what_waits()
             return
         self.note(self.number, takes_part, [held.sharded_param for held in trained])
-        has = [_gradient(held) is not None for held in trained]
-        dtype = _reduced_dtype(trained)
-        for held in trained:
-            if _gradient(held) is None:
-                held.unsharded_accumulated_grad = torch.zeros_like(held._unsharded_param, dtype=dtype)
+        has = [gradient_of(held) is not None for held in trained]
+        sums = self.flags.mark(_marked(has, complete(group, trained), group.device))
         for held in (held for held, there in zip(trained, has, strict=True) if not there):
             if held.sharded_param.grad is None:
                 self.absent.setdefault(held, [])
-        flags = _Flags(_marked(has, dtype, group.device), group.mesh_info)
-        own = group.fsdp_params
-        group.fsdp_params = [*own, flags]
-        try:
+        with self._reduced_with_flags():
             post_backward(*unused)
-        finally:
-            group.fsdp_params = own
         setattr(group, _WAITING, [])
         self._note_partial_sums()
         for i, held in enumerate(trained):
             if held in self.absent:  # a model that was called twice is reduced twice
-                self.absent[held].append((flags, i))
+                self.absent[held].append((sums, i))
+
+    @contextmanager
+    def _reduced_with_flags(self) -> Generator[None, None, None]:
+        group, own = self.group, self.group.fsdp_params
+        order = getattr(group, _ORDER, None)
+        group.fsdp_params = [*own, self.flags]
+        if order is not None:
+            setattr(group, _ORDER, [*order, len(own)])
+        try:
+            yield
+        finally:
+            group.fsdp_params = own
+            if order is not None:
+                setattr(group, _ORDER, order)
 
     def end(self, finalize_backward: Callable) -> None:
         """Take away the zeros of parameters that no rank has used, when the sums are there; waits for them."""
         finalize_backward()
         for held, places in self.absent.items():
-            if not any(flags.counts(i) for flags, i in places):
+            if not any(sums.counts(i) for sums, i in places):
                 held.sharded_param.grad = None
         self.absent.clear()
         if self.group.reduce_grads:
             self.reduce_others()
 
     def _note_what_waits(self) -> None:
-        setattr(self.group, _WAITING, list(_waiting(self.group)))
+        setattr(self.group, _WAITING, list(waiting_in(self.group)))
         if not self.group.reduce_grads:
             _put_aside[self.number] = self
             clear_with_others(self)
@@ -140,10 +158,10 @@ class _Reduction:
                 group._partial_reduce_output = None
             elif trained & parameters:
                 raise ValueError(_SOME_CLEARED)
-        for held in (held for held in group.fsdp_params if held.sharded_param in parameters and _was_gathered(held)):
+        for held in (held for held in group.fsdp_params if held.sharded_param in parameters and was_gathered(held)):
             if set_to_none:
-                held.unsharded_accumulated_grad = held._unsharded_param.grad = None
-            elif (gradient := _gradient(held)) is not None:
+                clear_gradient_of(held)
+            elif (gradient := gradient_of(held)) is not None:
                 gradient.zero_()
         self._note_what_waits()
 
@@ -153,7 +171,7 @@ class _Reduction:
         waiting = [other.state for other in released.values() if _only_waits(other.group)]
         own = self.state._state_ctx
         for state in {id(state._state_ctx): state for state in waiting if state._state_ctx is not own}.values():
-            state._root_post_backward_final_callback()
+            end_backward_pass(state)
         for number in released:
             _put_aside.pop(number, None)
 
@@ -162,31 +180,46 @@ _put_aside: WeakValueDictionary[int, _Reduction] = WeakValueDictionary()
 """Those with gradients that wait, in the order in which the groups were made, which all ranks have."""
 
 
-class _Flags:
-    """Stands among the parameters of a group while it is reduced: [ranks, parameters], 1 where a rank has a gradient.
+class _Sums:
+    """Stands for the shard of :class:`_Flags`: ``grad`` is [1, parameters], of how many ranks have a gradient."""
 
-    It has what FSDP2 asks of a parameter there; each rank gets the row of sums.
-    """
-
-    def __init__(self, flags: Tensor, mesh_info: Any) -> None:
-        ranks = getattr(mesh_info, "shard_mesh_size", 1)
-        self.unsharded_accumulated_grad: Tensor | None = flags.expand(ranks, -1).contiguous()
-        self.sharded_size = torch.Size((1, len(flags)))
-        self.contiguous_sharded_stride = (len(flags), 1)
-        self.fsdp_placement = Shard(0)
-        self.offload_to_cpu = False
-        self.sharded_param: Any = SimpleNamespace(grad=None)
-        self._unsharded_param = None
-
-    @property
-    def unsharded_accumulated_grad_data(self) -> Tensor | None:
-        """Return what is reduced."""
-        return self.unsharded_accumulated_grad
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
 
     def counts(self, index: int) -> bool:
         """Tell whether any rank has a gradient of a parameter; not while the sum over the replicas is still to come."""
-        sums = self.sharded_param.grad
-        return sums is not None and not is_fake(sums) and bool(sums[0, index])
+        return self.grad is not None and not is_fake(self.grad) and bool(self.grad[0, index])
+
+
+class _Flags:
+    """Stands among the parameters of a group while it is reduced: [ranks, parameters], 1 where a rank has a gradient.
+
+    It has what FSDP2 asks of a parameter there; each rank gets the row of sums. It is the same object in all reductions
+    of a step, by which torch 2.15 knows what its sums over shards are.
+    """
+
+    def __init__(self, mesh_info: Any) -> None:
+        self.ranks = getattr(mesh_info, "shard_mesh_size", 1)
+        self.fsdp_placement = Shard(0)
+        self.offload_to_cpu = False
+        self.unsharded_accumulated_grad = self.unsharded_grad_dtype = self.sharded_grad_dtype = None
+
+    def mark(self, flags: Tensor) -> _Sums:
+        """Take ``flags`` [parameters] to the next reduction.
+
+        Returns:
+            what their sums come to.
+        """
+        self.unsharded_param = self._unsharded_param = SimpleNamespace(grad=flags.expand(self.ranks, -1).contiguous())
+        self.sharded_size = self.padded_sharded_param_size = torch.Size((1, len(flags)))
+        self.contiguous_sharded_stride = (len(flags), 1)
+        self.sharded_param = _Sums()
+        return self.sharded_param
+
+    @property
+    def unsharded_grad_data(self) -> Tensor:
+        """Return what is reduced."""
+        return self.unsharded_param.grad
 
     def to_sharded_dtensor(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -206,39 +239,9 @@ def _marked(flags: list[bool], dtype: torch.dtype, device: torch.device) -> Tens
     return marks
 
 
-def _was_gathered(held: Any) -> bool:
-    return hasattr(held, "_unsharded_param")
-
-
 def _takes_part(held: Any) -> bool:
     """Tell whether a parameter may get a gradient, or has one of a micro-batch in which it might."""
-    return held._unsharded_param.requires_grad or _gradient(held) is not None
-
-
-def _gradient(held: Any) -> Tensor | None:
-    if held.unsharded_accumulated_grad is not None:
-        return held.unsharded_accumulated_grad
-    return held._unsharded_param.grad
-
-
-def _reduced_dtype(trained: list[Any]) -> torch.dtype:
-    """Give all gradients of a group one dtype, which FSDP2 wants, and return it.
-
-    They differ where some were kept in that of the reduction and others come from the last micro-batch alone.
-    """
-    if any(held.unsharded_accumulated_grad is not None for held in trained):
-        for held in trained:
-            held.accumulate_unsharded_grad_if_needed()
-            held.to_accumulated_grad_if_needed()
-    found = (gradient.dtype for held in trained if (gradient := _gradient(held)) is not None)
-    return next(found, trained[0]._unsharded_param.dtype)
-
-
-def _waiting(group: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the gradients that a group has not reduced, and what tells whether something was added to them since."""
-    for held in group.fsdp_params:
-        if _was_gathered(held) and (gradient := _gradient(held)) is not None:
-            yield gradient, gradient._version
+    return held._unsharded_param.requires_grad or gradient_of(held) is not None
 
 
 def _only_waits(group: Any) -> bool:
@@ -246,5 +249,5 @@ def _only_waits(group: Any) -> bool:
     kept = getattr(group, _WAITING, [])
     if not kept or not group.reduce_grads:
         return False
-    now = list(_waiting(group))
+    now = list(waiting_in(group))
     return [(id(x), version) for x, version in kept] == [(id(x), version) for x, version in now]
