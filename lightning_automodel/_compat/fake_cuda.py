@@ -64,6 +64,9 @@ class Event:
 class Stream:
     """The only stream."""
 
+    stream_id = device_index = 0
+    device_type = 1  # of CUDA, as torch numbers kinds of devices
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
