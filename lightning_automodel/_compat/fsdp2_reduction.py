@@ -130,6 +130,7 @@ class _Reduction:
             if not any(sums.counts(i) for sums, i in places):
                 held.sharded_param.grad = None
         self.absent.clear()
+        self.flags.sharded_param = _Sums()  # the sums lie in one tensor with the gradients
         if self.group.reduce_grads:
             self.reduce_others()
 
@@ -202,6 +203,7 @@ class _Flags:
         self.ranks = getattr(mesh_info, "shard_mesh_size", 1)
         self.fsdp_placement = Shard(0)
         self.offload_to_cpu = False
+        self.sharded_param = _Sums()
         self.unsharded_accumulated_grad = self.unsharded_grad_dtype = self.sharded_grad_dtype = None
 
     def mark(self, flags: Tensor) -> _Sums:
