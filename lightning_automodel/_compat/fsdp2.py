@@ -97,6 +97,7 @@ def relabel(unit: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, rows: int) -> Non
             meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), held.sharded_param.dtype)
             whole = DeviceMesh._concatenate([mesh, tp]) if held.is_dtensor else mesh
             held._sharding_spec = DTensorSpec(whole, spec.placements, tensor_meta=meta)
+            getattr(held, "_sharding_spec_by_dtype", {}).clear()  # torch 2.15 makes tensors of what it has there
             local = held.to_sharded_dtensor(held.sharded_param._local_tensor)
             new = nn.Parameter(local, requires_grad=held.sharded_param.requires_grad)
             new.__dict__.update(held.sharded_param.__dict__)
