@@ -101,16 +101,15 @@ class _Reduction:
         for held in (held for held, there in zip(trained, has, strict=True) if not there):
             if held.sharded_param.grad is None:
                 self.absent.setdefault(held, [])
-        with self._reduced_with_flags():
+        with self._with_flags():
             post_backward(*unused)
-        setattr(group, _WAITING, [])
-        self._note_partial_sums()
+        self._note_what_waits()
         for i, held in enumerate(trained):
             if held in self.absent:  # a model that was called twice is reduced twice
                 self.absent[held].append((sums, i))
 
     @contextmanager
-    def _reduced_with_flags(self) -> Generator[None, None, None]:
+    def _with_flags(self) -> Generator[None, None, None]:
         group, own = self.group, self.group.fsdp_params
         order = getattr(group, _ORDER, None)
         group.fsdp_params = [*own, self.flags]
@@ -135,16 +134,14 @@ class _Reduction:
             self.reduce_others()
 
     def _note_what_waits(self) -> None:
-        setattr(self.group, _WAITING, list(waiting_in(self.group)))
-        if not self.group.reduce_grads:
+        group = self.group
+        setattr(group, _WAITING, list(waiting_in(group)))
+        if not group.reduce_grads:
             _put_aside[self.number] = self
+        if getattr(group, _WAITING) or group._partial_reduce_output is not None:
             clear_with_others(self)
-
-    def _note_partial_sums(self) -> None:
-        if self.group._partial_reduce_output is None:
-            clear_no_more(self)
         else:
-            clear_with_others(self)
+            clear_no_more(self)
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
         """Clear what waits of ``parameters``.

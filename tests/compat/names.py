@@ -205,23 +205,17 @@ INHERITED = {
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
 OWN = {
-    "_backward",
-    "_connector",
-    "_gather",
-    "_holds",
-    "_note_partial_sums",
-    "_note_what_waits",
-    "_loop",
-    "_place",
-    "_requeue",
+    *("_backward", "_connector", "_gather", "_holds", "_loop"),
+    *("_note_what_waits", "_place", "_requeue", "_with_flags"),
 }
 """Attributes of classes in _compat."""
 
 OPTIONAL = {
     *("_distributed", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"),
     *("_StridedShardNotDecodableError", "_unsharded_dtensor_spec"),
+    *("_get_reduce_dtype", "_reduce_scatter_param_indices", "_sharding_spec_by_dtype"),
 }
-"""Of datasets, which the tests do not need; of torch up to 2.12 or from 2.13 on, and asked for where it is."""
+"""Of datasets, which the tests do not need; of torch up to 2.12, from 2.13 or 2.15 on, and asked for where it is."""
 
 PARAMETERS = {
     f"torch.distributed.distributed_c10d:{SET_TIMEOUT}": ["timeout", "group"],
