@@ -96,13 +96,18 @@ def relabel(unit: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, rows: int) -> Non
             shape = torch.Size((rows, *spec.shape[1:]))
             meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), held.sharded_param.dtype)
             whole = DeviceMesh._concatenate([mesh, tp]) if held.is_dtensor else mesh
-            held._sharding_spec = DTensorSpec(whole, spec.placements, tensor_meta=meta)
-            getattr(held, "_sharding_spec_by_dtype", {}).clear()  # torch 2.15 makes tensors of what it has there
+            set_spec(held, DTensorSpec(whole, spec.placements, tensor_meta=meta))
             local = held.to_sharded_dtensor(held.sharded_param._local_tensor)
             new = nn.Parameter(local, requires_grad=held.sharded_param.requires_grad)
             new.__dict__.update(held.sharded_param.__dict__)
             held.sharded_param = new
             held._setattr_on_modules(new)
+
+
+def set_spec(held: Any, spec: DTensorSpec) -> None:
+    """Let FSDP2 label the shards of a parameter, and those of its gradient, with ``spec``."""
+    held._sharding_spec = spec
+    getattr(held, "_sharding_spec_by_dtype", {}).clear()  # torch 2.15 keeps there what it made of the one before
 
 
 def gather_unwatched(unit: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2 import parameter_groups, set_spec
 
 Place = tuple[nn.Module, str]
 """a module, and the name of a parameter there"""
@@ -64,7 +64,7 @@ class _Scalar(FSDPParam):
         self.contiguous_sharded_post_forward_stride = ()
         meta = TensorMeta(none, (), self.sharded_param.dtype)
         mesh = self._sharding_spec.mesh
-        self._sharding_spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        set_spec(self, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
         if self._unsharded_dtensor_spec is not None:
             self._unsharded_dtensor_spec = replace(self._unsharded_dtensor_spec, tensor_meta=meta)
         whole = nn.Parameter(
@@ -83,7 +83,7 @@ class _Scalar(FSDPParam):
         if self.pin_memory and not whole._local_tensor.is_pinned():
             whole._local_tensor = whole._local_tensor.cpu().pin_memory()
         self._sharded_param_data = whole._local_tensor.view(-1)
-        self._sharding_spec = whole._spec
+        set_spec(self, whole._spec)
 
     def to_sharded_post_forward_dtensor(self, tensor: Tensor) -> DTensor:
         """Describe what waits between the forward and the backward pass, in fewer ranks (``reshard_after_forward``)."""
