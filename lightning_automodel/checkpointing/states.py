@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel._compat.modules import load_hooks_of_users
+from lightning_automodel._compat.pytree import tree_map_only
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import gather_on_rank_zero
@@ -61,7 +62,7 @@ def _own_state(model: nn.Module, shown: State) -> State:
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Returns ``optimizer.state_dict()`` with names in place of the numbers of parameters, so that it outlives a change
-    of their order, of their groups and of the layout.
+    of their order, of their groups and of the layout. Entries that a class or a hook adds to it stay.
 
     Raises:
         ValueError: if the optimizer updates a tensor that is not a parameter of ``model``.
@@ -72,7 +73,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         return {}
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     values = {_name(optimizer, key, names): _storable(value) for key, value in state["state"].items()}
-    return {"state": values, "param_groups": groups}
+    return {**state, "state": values, "param_groups": groups}
 
 
 def _name(optimizer: Optimizer, key: Any, names: list[str]) -> str:
@@ -84,14 +85,14 @@ def _name(optimizer: Optimizer, key: Any, names: list[str]) -> str:
 
 
 def _storable(value: Any) -> Any:
-    """Gather what is in lists (LBFGS has some), which ranks do not write in parts."""
-    if type(value) is dict:
+    """Gather what is in lists and the like (LBFGS has some), which ranks do not write in parts."""
+    if isinstance(value, Mapping):
         return {key: _storable(item) for key, item in value.items()}
-    return gather_state(value) if type(value) in (list, tuple) else value
+    return value if isinstance(value, Tensor) else gather_state(value)
 
 
 def gather_state(state: Any) -> Any:
-    """Gathers a tree of dicts and lists: whole tensors on the CPU of rank 0, and no tensors elsewhere.
+    """Gathers a nest of containers: whole tensors on the CPU of rank 0, and no tensors elsewhere.
     Collective. Tensors are gathered one by one, so that no other rank holds more than its part.
     """
     gathered: dict[int, Tensor | None] = {}
@@ -170,9 +171,10 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if name in saved["state"]:
             state[i] = _targets(parameter, saved["state"][name], pairs)
+    own = _targets(torch.empty(0), {k: v for k, v in saved.items() if k not in ("state", "param_groups")}, pairs)
     fetch(pairs)
     groups = _groups_for(optimizer, saved["param_groups"], iter(names))
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({**own, "state": state, "param_groups": groups})
 
 
 def _refuse_copies(model: nn.Module, targets: State) -> None:
@@ -291,7 +293,7 @@ def _by_name(saved: Mapping[str, Any], names: list[str], sizes: list[int]) -> St
     if not keys or isinstance(keys[0], str):
         state = {clean_name(name): value for name, value in saved["state"].items()}
         groups = [{**g, "params": [clean_name(name) for name in g["params"]]} for g in saved["param_groups"]]
-        return {"state": state, "param_groups": groups}
+        return {**saved, "state": state, "param_groups": groups}
     if len(keys) != len(names):
         raise ValueError(
             f"the optimizer in the checkpoint has {len(keys)} parameters and this one has {len(names)}; "
@@ -306,7 +308,8 @@ def _by_name(saved: Mapping[str, Any], names: list[str], sizes: list[int]) -> St
         )
     name_of = dict(zip(keys, names, strict=True))
     groups = [{**g, "params": [name_of[key] for key in g["params"]]} for g in saved["param_groups"]]
-    return {"state": {name_of.get(key, key): value for key, value in saved["state"].items()}, "param_groups": groups}
+    state = {name_of.get(key, key): value for key, value in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[State]:
@@ -327,15 +330,13 @@ def _of_no_parameter(saved: State, pairs: list[tuple[Tensor, StoredTensor | Tens
 
 def _targets(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:
     """Allocate the states of one parameter, and note for each tensor what is to be read into it."""
-    if isinstance(saved, StoredTensor | Tensor):
-        target = _empty_for(parameter, saved)
-        pairs.append((like_parameter(parameter, target), saved))
-        return target
-    if type(saved) is dict:
-        return {key: _targets(parameter, value, pairs) for key, value in saved.items()}
-    if type(saved) in (list, tuple):
-        return type(saved)(_targets(parameter, value, pairs) for value in saved)
-    return saved
+
+    def target(value: StoredTensor | Tensor) -> Tensor:
+        found = _empty_for(parameter, value)
+        pairs.append((like_parameter(parameter, found), value))
+        return found
+
+    return tree_map_only((StoredTensor, Tensor), target, saved)
 
 
 def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Tensors of which ranks hold parts that no DTensor placement describes: rows of slices, of uneven counts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
 from lightning_automodel._compat.tensors import wrapper_tensor
 from lightning_automodel.distributed.boxes import Box
 
@@ -82,10 +83,15 @@ def like_parameter(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def stored_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns ``optimizer.state_dict()`` with fragments."""
+    """Returns ``optimizer.state_dict()`` with fragments, and with what a class or a hook of a user's adds to it.
+
+    Raises:
+        ValueError: if a sharded tensor stands elsewhere than in the states of parameters, or these have another form.
+    """
     state = optimizer.state_dict()
     if not state:
         return {}
+    _check_form(optimizer, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found: dict[Any, Any] = {}
     for key, values in state["state"].items():
@@ -94,15 +100,41 @@ def stored_state(optimizer: Optimizer) -> dict[str, Any]:
     return {**state, "state": found}
 
 
+def _check_form(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    kind = type(optimizer).__name__
+    missing = [key for key in ("state", "param_groups") if key not in state]
+    if missing:
+        raise ValueError(
+            f"{kind}.state_dict() has {', '.join(map(repr, state))} and no {missing[0]!r}, so a checkpoint cannot tell "
+            "which state is of which parameter; let it return that of torch.optim.Optimizer (an optimizer around "
+            "another: keep all states in self.state[parameter]), with entries beside it for numbers of its own"
+        )
+    for key, value in state.items():
+        if key != "state" and any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"{kind}.state_dict()[{key!r}] holds a sharded tensor, and a checkpoint does not know of which "
+                "parameter it is a state; keep it in self.state[parameter]"
+            )
+
+
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Call ``function`` with each tensor of a nest of dicts, lists and tuples, and return the same nest of results."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if type(tree) is dict:  # others, such as a Counter, mean more than their items
-        return {key: map_tensors(value, function) for key, value in tree.items()}
-    if type(tree) is list or type(tree) is tuple:
-        return type(tree)(map_tensors(value, function) for value in tree)
-    return tree
+    """Call ``function`` with each tensor of a nest of containers, and return the same nest of results."""
+    return tree_map_only(Tensor, function, tree)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor of a state, for ranks that lack it.
+
+    Attributes:
+        value: in host memory; ``None`` for what lies as the parameter does.
+        dtype: of the tensor.
+        is_on_host: it was there before.
+    """
+
+    value: Tensor | None
+    dtype: torch.dtype
+    is_on_host: bool
 
 
 def complete_state(optimizer: Optimizer) -> None:
@@ -111,23 +143,14 @@ def complete_state(optimizer: Optimizer) -> None:
     An optimizer passes over what has no gradient there: it makes no state, and does not count steps.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, PARTITION)]
-    mine = {i: _template(p, optimizer.state[p]) for i, p in enumerate(parameters) if p in optimizer.state and _held(p)}
+    mine = {i: _describe(p, optimizer.state[p]) for i, p in enumerate(parameters) if p in optimizer.state and _held(p)}
     all_of_them: list[dict[int, dict[str, Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(all_of_them, mine)
-    known = {i: template for each in all_of_them for i, template in each.items()}
+    known = {i: described for each in all_of_them for i, described in each.items()}
     for i, parameter in enumerate(parameters):
         if i in known and not _held(parameter):
-            state = optimizer.state[parameter]
-            for key, value in known[i].items():
-                if value is None:
-                    state.setdefault(key, torch.zeros_like(parameter))
-                else:
-                    state[key] = value.to(parameter.device) if _is_elsewhere(value, state.get(key)) else value
-
-
-def _is_elsewhere(value: Any, before: Any) -> bool:
-    """Tell whether a state came on another device than before: scalars travel through host memory."""
-    return isinstance(value, Tensor) and isinstance(before, Tensor) and before.device != value.device
+            own = tree_map_only(_Described, partial(_beside, parameter), known[i])
+            optimizer.state[parameter].update(own)
 
 
 def _held(parameter: Tensor) -> bool:
@@ -135,12 +158,16 @@ def _held(parameter: Tensor) -> bool:
     return parameter.to_local().numel() > 0
 
 
-def _template(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Describes a state's partition; ``None`` for what lies as the parameter does."""
+def _describe(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def of(value: Tensor) -> _Described:
+        lies_alike = isinstance(value, DTensor) and value.shape == parameter.shape
+        return _Described(None if lies_alike else value.cpu(), value.dtype, value.device.type == "cpu")
 
-    def of(value: Any) -> Any:
-        if isinstance(value, DTensor) and value.shape == parameter.shape:
-            return None
-        return value.cpu() if isinstance(value, Tensor) else value
+    return map_tensors(state, of)
 
-    return {key: of(value) for key, value in state.items()}
+
+def _beside(parameter: Tensor, found: _Described) -> Tensor:
+    """Make a state of ``parameter``, of which this rank's part is empty, as another rank has it."""
+    if found.value is None:
+        return torch.zeros_like(parameter, dtype=found.dtype, requires_grad=False)
+    return found.value if found.is_on_host else found.value.to(parameter.device)

@@ -207,6 +207,7 @@ class SharedHooks(SavingStrategy):
     def on_train_start(self) -> None:
         self.choose_trained()
         begin_next_epoch(self._trainer)
+        self.go_on_monitoring()
         set_callbacks_for_epoch(self._trainer)
         average_rate_search(self._trainer, self.reduce)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)

@@ -1,6 +1,7 @@
 """States by name, on one process without torch.distributed."""
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -108,6 +109,33 @@ def test_options_that_came_with_a_step_are_no_sign_of_another_optimizer() -> Non
     for group in saved["param_groups"]:
         del group["differentiable"]  # classes of users have no such option, until torch adds it to a copy
     restore_optimizer(model, copy.copy(Counting(model.parameters(), lr=0.1)), saved)
+
+
+class Around(SGD):
+    """Hands out states in a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {"inner": state["state"], "param_groups": state["param_groups"]}
+
+
+def test_states_of_another_form_are_refused() -> None:
+    model = build()
+    with pytest.raises(
+        ValueError, match=r"Around.state_dict\(\) has 'inner', 'param_groups' and no 'state', .*self.state"
+    ):
+        optimizer_state(model, Around(model.parameters(), lr=0.1))
+
+
+def test_states_in_a_deque_go_on() -> None:
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight] = {"history": deque([torch.ones(4, 4), torch.zeros(4, 4)])}
+    fresh = SGD(model.parameters(), lr=0.1)
+    restore_optimizer(model, fresh, optimizer.state_dict())
+    history = fresh.state[model[0].weight]["history"]
+    assert isinstance(history, deque)
+    assert [float(value.sum()) for value in history] == [16, 0]
 
 
 def test_states_without_a_name_are_refused() -> None:

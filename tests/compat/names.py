@@ -122,6 +122,7 @@ ATTRIBUTES = {
         "_combined_loader",
         "_data_fetcher",
         "_load_combined_loader_states",
+        "_restarting",
         "_skip_backward",
     ),
     f"{PL}.loops.training_epoch_loop:_TrainingEpochLoop": (
@@ -165,7 +166,10 @@ ATTRIBUTES = {
     ),
     f"{TRAINER}.connectors.checkpoint_connector:_CheckpointConnector": ("_select_ckpt_path",),
     f"{TRAINER}.connectors.data_connector:_DataConnector": ("_requires_distributed_sampler", "_resolve_sampler"),
-    f"{TRAINER}.connectors.logger_connector.logger_connector:_LoggerConnector": ("_current_fx",),
+    f"{TRAINER}.connectors.logger_connector.logger_connector:_LoggerConnector": (
+        "_callback_metrics",
+        "_current_fx",
+    ),
     f"{TRAINER}.connectors.signal_connector:_SignalConnector": ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"),
     "megatron_fsdp.megatron_fsdp:MegatronFSDP": (
         "_replace_param_with_distributed_if_needed",

@@ -27,13 +27,14 @@ from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
 from lightning_automodel.strategies.checkpoints.newest import Replacement
 from lightning_automodel.strategies.checkpoints.own_loading import load_through
+from lightning_automodel.strategies.checkpoints.plateaus import MONITORED, go_on_monitoring, monitored_numbers
 from lightning_automodel.strategies.checkpoints.trained import TRAINED, restore_trained, trained_parameters
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
 from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples
 from lightning_automodel.strategies.mesh import OnMesh
 from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
 
-OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED)
+OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED)
 """What a checkpoint of ours holds beside Lightning's."""
 
 
@@ -107,6 +108,7 @@ class SavingStrategy(OnMesh):
             RANDOM_NUMBERS: self._draws.state(),
             SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
             **trained_parameters(self._module, self._callbacks),
+            **monitored_numbers(self._trainer),
         }
         checkpoint = {**checkpoint, **added}
         if "optimizer_states" in checkpoint and self._is_within_step():
@@ -222,6 +224,10 @@ class SavingStrategy(OnMesh):
     def choose_trained(self) -> None:
         """Freeze and thaw what a callback had, when the checkpoint was saved. When training starts."""
         restore_trained(self._module, self._callbacks, self._own.pop(TRAINED, None))
+
+    def go_on_monitoring(self) -> None:
+        """Go on with the numbers that schedules monitored when the checkpoint was saved. When training starts."""
+        go_on_monitoring(self._trainer, self._own.pop(MONITORED, None))
 
     def return_gradients(self) -> None:
         """Give parameters the gradients that were accumulated when the checkpoint was saved.
