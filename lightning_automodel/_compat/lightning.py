@@ -37,6 +37,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
@@ -44,6 +45,7 @@ __all__ = [
     "PrefetchDataFetcher",
     "add_worker_init_fn",
     "call_strategy_hook",
+    "check_all_reduced",
     "default_timeout",
     "optimizers_to_device",
     "register_comm_hook",
@@ -54,6 +56,18 @@ warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` i
 
 _SELECTED_PATH = "selected_path_of_lightning_automodel"
 _IS_LAST = "is_last_of_lightning_automodel"
+
+
+def check_all_reduced(wrapper: nn.Module | None) -> None:
+    """Check, behind a backward pass, that torch's wrapper for replicas has reduced all that it was made for.
+
+    By itself it says so before the next one only, when an optimizer has taken a step with what a rank has.
+
+    Raises:
+        RuntimeError: of torch.
+    """
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper._check_reducer_finalized()
 
 
 def destroy_groups_at_exit() -> None:

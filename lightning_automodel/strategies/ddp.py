@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import default_timeout, register_comm_hook
+from lightning_automodel._compat.lightning import check_all_reduced, default_timeout, register_comm_hook
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import warn_once
@@ -30,7 +30,7 @@ from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
-from lightning_automodel.strategies.replica_gradients import average_gradients, reduce_in_float32
+from lightning_automodel.strategies.replica_gradients import PlainBackward, average_gradients, reduce_in_float32
 from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
 
 _PREPARED = "_prepared_for_ddp"
@@ -91,6 +91,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._readers: ProcessGroup | None = None
         self._averages_itself = False
+        self._plain_backward: PlainBackward | None = None
         super().__init__(
             process_group_backend=process_group_backend or self.config.backend,
             timeout=timeout,
@@ -168,6 +169,14 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
             self._reduced = self._trained()
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
                 self._enable_model_averaging()
+            if not self._module.automatic_optimization and self.data_size > 1:
+                self._plain_backward = PlainBackward(self._module.parameters(), lambda: not self._reduces)
+                self.precision_plugin.around_backward = self._plain_backward.known
+
+    @property
+    def _reduces(self) -> bool:
+        """Tell whether gradients are due behind a backward pass: not within ``block_backward_sync``."""
+        return getattr(self.model, "require_backward_grad_sync", False)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,11 +217,13 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         if self._averages_itself:
             automatic, self._averages_itself = self._module.automatic_optimization, False
             average_gradients([p for p in self._module.parameters() if automatic or p.requires_grad])
+        elif self._reduces:
+            check_all_reduced(self.model)
 
     def _must_average(self) -> bool:
         """Tell whether gradients are due, and torch's wrapper would leave some on their rank, without a word."""
         trained = self._trained()
-        if not getattr(self.model, "require_backward_grad_sync", False) or trained == self._reduced:
+        if not self._reduces or trained == self._reduced:
             return False
         are_found = self.config.find_unused_parameters and trained < self._reduced
         return self._module.automatic_optimization or not are_found  # by hand, no gradient waits for a later backward
@@ -261,6 +272,8 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     @override
     def teardown(self) -> None:
         self.model = self.lightning_module  # without the wrapper
+        if self._plain_backward is not None:
+            self._plain_backward.remove()
         super().teardown()
 
 

@@ -62,6 +62,7 @@ ATTRIBUTES = {
         "_pg_registry",
         "_unflatten",
     ),
+    "torch.nn.parallel:DistributedDataParallel": ("_check_reducer_finalized",),
     "torch.nn:Module": (
         "_apply",
         "_buffers",

@@ -1,5 +1,6 @@
 """What only replication has: options of torch's wrapper, hooks on the reduction, one reader of the weights per node."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
+from lightning_automodel._compat.modules import hooks_after_accumulation
 from lightning_automodel.loading import safetensors as file_slices
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.subjects import save_families
-from tests.support.training import Descending, Recorder, batches, make_trainer, whole, whole_parameters, world_size
+from tests.support.training import (
+    VOCABULARY,
+    Descending,
+    Recorder,
+    batches,
+    make_trainer,
+    whole,
+    whole_parameters,
+    world_size,
+)
 
 # ---- without processes -----------------------------------------------------------------------------------------------
 
@@ -205,6 +216,94 @@ def test_what_trains_in_each_micro_batch_may_change(nursery: Nursery, pool2: Poo
             for found, gradients in zip(many, one, strict=True):
                 assert found.keys() == gradients.keys()
                 check_gradients(gradients, found)
+
+
+# ---- steps by hand ---------------------------------------------------------------------------------------------------
+
+
+class InTurn(Noted):
+    """Trains a judge on what the model says, then the model against the judge, which is frozen meanwhile."""
+
+    automatic_optimization = False
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            torch.manual_seed(0)
+            self.judge = nn.Linear(VOCABULARY, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        of_model, of_judge = self.optimizers()  # type: ignore[misc]
+        output = self.model(input_ids=batch[0], labels=batch[0])
+        self.judge.requires_grad_(True)
+        self._step(of_judge, self.judge(output.logits.detach()).square().mean())
+        self.judge.requires_grad_(False)
+        self._step(of_model, output.loss + self.judge(output.logits).square().mean())
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.3) for part in (self.model, self.judge)]
+
+
+class PlainBackward(InTurn):
+    """Goes back by methods of tensors; the first micro-batch of a step stays on its rank, and a layer is frozen."""
+
+    def on_fit_start(self) -> None:
+        self.model.model.norm.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()[0]  # type: ignore[index]
+        is_first, strategy = batch_idx % 2 == 0, self.trainer.strategy
+        self.model.model.norm.requires_grad_(not is_first)
+        with strategy.block_backward_sync() if is_first and world_size() > 1 else nullcontext():  # type: ignore[attr-defined]
+            self.loss(batch).backward()
+        if not is_first:
+            self.clip_gradients(optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fit_by_hand(kind: type[InTurn], find_unused: bool) -> dict[str, Any]:
+    module = kind()
+    strategy = DDPStrategy(DDPConfig(find_unused_parameters=find_unused)) if world_size() > 1 else "auto"
+    make_trainer(strategy, max_epochs=1).fit(module, batches(world_size()))
+    assert not any(hooks_after_accumulation(parameter) for parameter in module.parameters())
+    return {"gradients": module.gradients, "parameters": whole_parameters(module)}
+
+
+@pytest.mark.parametrize("kind", [InTurn, PlainBackward])
+def test_steps_by_hand_are_exact(kind: type[InTurn], nursery: Nursery, pool2: Pool) -> None:
+    find_unused = kind is InTurn
+    (expected,) = Pool(nursery, 1).run(fit_by_hand, kind, find_unused, trainer=True)
+    for found in pool2.run(fit_by_hand, kind, find_unused, trainer=True):
+        assert worst(found, expected) < 1e-5
+
+
+class LastUnused(Counted):
+    """Leaves a layer unused in its one step, behind which torch would say nothing any more."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise AssertionError("the step was taken")
+
+
+def fit_in_part() -> list[str]:
+    found = []
+    for module in (LastUnused(), InTurn()):
+        with pytest.raises(RuntimeError) as caught:
+            make_trainer(DDPStrategy(), max_steps=2, limit_train_batches=1).fit(module, batches(2))
+        found.append(str(caught.value))
+        assert module.gradients == []
+    return found
+
+
+def test_no_step_is_taken_with_what_a_rank_has(pool2: Pool) -> None:
+    assert all(
+        "find_unused_parameters=True" in text for ranks in pool2.run(fit_in_part, trainer=True) for text in ranks
+    )
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
