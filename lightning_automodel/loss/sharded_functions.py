@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel._compat.pytree import tree_leaves, tree_map
+from lightning_automodel._compat.pytree import tree_leaves, tree_map, tree_map_only
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.loss.functional import IGNORE_INDEX
 from lightning_automodel.loss.logit_shard import LogitShard
@@ -177,7 +177,7 @@ def _pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     group = like.mesh.get_group()
     args, kwargs = tree_map(lambda x: copy_in(x, group) if isinstance(x, Tensor) else _local(x), (args, kwargs))
     result = func(*args, **kwargs)
-    return replace(like, local=result) if isinstance(result, Tensor) else result
+    return tree_map_only(Tensor, lambda local: replace(like, local=local), result)  # torch 2.15: one for each of a list
 
 
 def _local(value: Any) -> Any:

@@ -1,9 +1,13 @@
-"""Marks for single cases of a parametrized test."""
+"""Marks for single cases of a parametrized test, and what outcomes depend on."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+
+SHARDS_TAKE_MASKS = torch.__version__ >= (2, 15)
+"""``tensor[mask] = value`` works on DTensors, each rank its own: from torch 2.15 on."""
 
 
 def with_long(cases: Iterable[Any], *long: Any) -> list[Any]:
