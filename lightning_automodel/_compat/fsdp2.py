@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 
-from lightning_automodel._compat.fsdp2_waiting import gradient_of, was_gathered
+from lightning_automodel._compat.fsdp2_waiting import gradient_of, was_gathered, zeros_of
 from lightning_automodel._compat.tensors import without_checkpointing_modes
 
 _KEPT = "_kept_gathered"
@@ -173,7 +173,7 @@ def pending_gradients(unit: FSDPModule) -> Iterator[Pending]:
                 held.sharded_param,
                 group.device,
                 None if found is None else held._get_grad_inner_tensor(found),
-                partial(getattr, held, "unsharded_zero_grad_data"),
+                partial(zeros_of, held),
                 partial(_own_chunk, held=held),
                 _groups_of(held.mesh_info),
             )

@@ -31,6 +31,11 @@ def gradient_of(held: Any) -> Tensor | None:
     return held._unsharded_param.grad
 
 
+def zeros_of(held: Any) -> Tensor:
+    """Return what stands for the gradient of a parameter that was gathered: a sum over the ranks of tp of no terms."""
+    return held._get_grad_inner_tensor(torch.zeros_like(held._unsharded_param))
+
+
 def clear_gradient_of(held: Any) -> None:
     """Leave nothing that waits."""
     if _HAS_ITS_OWN_PLACE:

@@ -107,7 +107,7 @@ def explaining_step(optimizer: Optimizer) -> Generator[None, None, None]:
     """
     try:
         yield
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         if not _is_of_optimizer(error, optimizer):
             raise
         raise ValueError(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.strategies.optimizers import check_optimizers, updates_each_element_alone
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.marks import SHARDS_TAKE_MASKS
+from tests.support.marks import OLD_FSDP2, SHARDS_TAKE_MASKS
 from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters, world_size
 
 EXACT, REFUSED, NO_OPERATION = "exact", "on other elements of the same tensor", "cannot carry out on sharded parameters"
@@ -94,6 +94,11 @@ def run(names: list[str], sizes: dict[str, int]) -> dict[str, dict[str, Tensor] 
     return found
 
 
+def outcome_of(name: str, ranks: int) -> str:
+    is_refused = OLD_FSDP2 and ranks == 4 and name == "optimi.StableAdamW"
+    return NO_OPERATION if is_refused else CASES[name][2]
+
+
 def check(nursery: Nursery, names: list[str], layouts: list[tuple[int, dict[str, int]]]) -> None:
     start = {f"model.{name}": p.detach() for name, p in tiny_llama().named_parameters()}
     exact = [name for name in names if CASES[name][2] in (EXACT, ROUNDED)]
@@ -101,7 +106,7 @@ def check(nursery: Nursery, names: list[str], layouts: list[tuple[int, dict[str,
     for ranks, sizes in layouts:
         actual = Pool(nursery, ranks).run(run, names, sizes, trainer=True, timeout=300)[0]
         for name in names:
-            found, outcome = actual[name], CASES[name][2]
+            found, outcome = actual[name], outcome_of(name, ranks)
             if outcome in (REFUSED, NO_OPERATION):
                 assert isinstance(found, str), name
                 assert name.split(".")[-1].split("(")[0] in found
