@@ -253,7 +253,7 @@ def alone(kind: str, size: int) -> float:
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole[: 2 * len(part)]),
         "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(part), part),
         "all-gather of ours": lambda: all_gather([whole[: 2 * len(part)]], [part], dist.group.WORLD),
-        "reduce-scatter of ours": lambda: reduce_scatter(part, whole[: 2 * len(part)], dist.group.WORLD),
+        "reduce-scatter of ours": lambda: reduce_scatter([part], [whole[: 2 * len(part)]], dist.group.WORLD),
     }
     dist.barrier()
     before = time.perf_counter()

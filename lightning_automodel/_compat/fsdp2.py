@@ -286,15 +286,6 @@ def holds_partial_sums(unit: FSDPModule) -> bool:
     return any(group._partial_reduce_output is not None for group in parameter_groups(unit))
 
 
-def reduce_by(unit: FSDPModule, scatter: Any) -> None:
-    """Makes an FSDP2 unit reduce by ``scatter``, torch's ``ReduceScatter``.
-
-    Publicly for units of a single group: what is passed might know one mesh only. Ours knows none.
-    """
-    for group in parameter_groups(unit):
-        group._reduce_scatter_comm = scatter
-
-
 def is_kept_gathered(unit: FSDPModule) -> bool:
     """Tells whether a unit is within :func:`kept_gathered`."""
     return _KEPT in vars(unit)

@@ -139,11 +139,6 @@ def _let_reads_of_data_count() -> None:
     Tensor.data = property(read, data.__set__)  # type: ignore[assignment]
 
 
-def holders_of(memory: torch.UntypedStorage) -> int:
-    """Counts the tensors and storages that hold ``memory``, this one among them; as torch's graphs on CUDA do."""
-    return torch._C._storage_Use_Count(memory._cdata)
-
-
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of the running backward pass. FSDP2 does the same; there is no public way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

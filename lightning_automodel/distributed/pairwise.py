@@ -1,7 +1,8 @@
 """All-gather and reduce-scatter over gloo, as messages between pairs of ranks.
 
-Every rank sends straight to every other what that one needs, all at once; gloo's own take longer
-(``benchmarks.efficiency`` has both). Reduce-scatter of [4, n], of which rank r keeps row r::
+Every rank sends straight to every other what that one needs, of all tensors at once, and goes on with a tensor that has
+come while others are on their way; gloo's own take longer (``benchmarks.efficiency`` has both). Reduce-scatter of
+[4, n], of which rank r keeps row r::
 
                          rank 0    rank 1    rank 2    rank 3
     to the next          row 1     row 2     row 3     row 0
@@ -12,12 +13,12 @@ Every rank sends straight to every other what that one needs, all at once; gloo'
 Both are operations of torch's, so that what counts collectives, or profiles them, sees one each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.library import custom_op
 
 from lightning_automodel._compat.groups import group_of_name, timeout_of
@@ -41,47 +42,81 @@ def all_gather(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup)
     _all_gather(outputs, inputs, group.group_name)
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-    """Sums ``input`` [ranks * n] over the ranks, of which each keeps its part: ``output`` [n].
+def reduce_scatter(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, mean: bool = False) -> None:
+    """Sums each of ``inputs`` [rows, ...] over the ranks, of which each keeps its part of the rows, as torch.chunk has.
 
     Args:
-        output: contiguous, on CPU.
-        input: contiguous; stays as it is.
+        outputs: contiguous, on CPU, of the sizes of this rank's parts, which may be empty.
+        inputs: contiguous, of equal sizes on all ranks; stay as they are.
         group: over gloo, of two ranks or more.
+        mean: divide the sums by the ranks.
     """
-    _reduce_scatter(output, input, group.group_name)
+    _reduce_scatter(outputs, inputs, group.group_name, mean)
 
 
 @custom_op("lightning_automodel::all_gather", mutates_args={"outputs"}, device_types="cpu")
 def _all_gather(outputs: list[Tensor], inputs: list[Tensor], group: str) -> None:
     members = group_of_name(group)
-    rows = [output.view(members.size(), -1) for output in outputs]
-    exchange([inputs] * members.size(), list(zip(*rows, strict=True)), members)
-    for row, own in zip((whole[members.rank()] for whole in rows), inputs, strict=True):
-        if row.data_ptr() != own.data_ptr():
-            row.copy_(own)
+    rows = list(zip(*(output.view(members.size(), -1) for output in outputs), strict=True))  # by rank
+
+    def put_own(i: int) -> None:
+        row = rows[members.rank()][i]
+        if row.data_ptr() != inputs[i].data_ptr():
+            row.copy_(inputs[i])
+
+    exchange([inputs] * members.size(), rows, members, put_own)
 
 
-@custom_op("lightning_automodel::reduce_scatter", mutates_args={"output"}, device_types="cpu")
-def _reduce_scatter(output: Tensor, input: Tensor, group: str) -> None:
+@custom_op("lightning_automodel::reduce_scatter", mutates_args={"outputs"}, device_types="cpu")
+def _reduce_scatter(outputs: list[Tensor], inputs: list[Tensor], group: str, mean: bool) -> None:
     members = group_of_name(group)
-    rows, total, own = list(input.view(members.size(), -1)), output.view(-1), members.rank()
-    first = 0 if own else 1  # of the others: its row comes to where the sum is to be
-    terms = [torch.empty_like(row) if rank not in (own, first) else row for rank, row in enumerate(rows)]
-    terms[first] = total
-    exchange([[row] for row in rows], [[term] for term in terms], members)
-    for term in (terms[1 - first], *terms[2:]):
-        total.add_(term)
+    own, ranks = members.rank(), members.size()
+    parts = list(zip(*(_parts(whole, ranks) for whole in inputs), strict=True))  # by rank
+    first = 0 if own else 1  # of the others: its part comes to where the sum is to be
+    terms = [[torch.empty_like(x) for x in parts[own]] if rank not in (own, first) else [] for rank in range(ranks)]
+    terms[own], terms[first] = list(parts[own]), [x.view(-1) for x in outputs]
+
+    def add(i: int) -> None:
+        total = terms[first][i]
+        for rank in (1 - first, *range(2, ranks)):
+            total.add_(terms[rank][i].view(-1))
+        if mean:
+            total.div_(ranks)
+
+    exchange(parts, terms, members, add)
 
 
-def exchange(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: ProcessGroup) -> None:
-    """Send all of ``sent[i]`` to rank i and receive all of ``received[i]`` from it, for all others."""
+def _parts(whole: Tensor, ranks: int) -> list[Tensor]:
+    rows = -(-len(whole) // ranks)
+    return [whole[i * rows : (i + 1) * rows] for i in range(ranks)]
+
+
+def exchange(
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[Tensor]],
+    group: ProcessGroup,
+    arrived: Callable[[int], None],
+) -> None:
+    """Send all of ``sent[i]`` to rank i and receive all of ``received[i]`` from it, for all others.
+
+    Args:
+        sent: of each rank as many tensors as of every other; what is for this rank stays.
+        received: as many, contiguous.
+        group: over gloo.
+        arrived: called with the number of a tensor as soon as it has come from all, while others are on their way.
+    """
     rank, ranks = group.rank(), group.size()
-    works = []
+    receiving: list[list[Work]] = [[] for _ in sent[rank]]
+    sending: list[Work] = []
     for distance in range(1, ranks):
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        works += [group.recv([tensor], source, _TAG + i) for i, tensor in enumerate(received[source])]
-        works += [group.send([tensor], to, _TAG + i) for i, tensor in enumerate(sent[to])]
+        for i, tensor in enumerate(received[source]):
+            receiving[i].append(group.recv([tensor], source, _TAG + i))
+        sending += [group.send([tensor], to, _TAG + i) for i, tensor in enumerate(sent[to])]
     timeout = timeout_of(group)  # messages know only the one that the group was made with
-    for work in works:
+    for i, works in enumerate(receiving):
+        for work in works:
+            work.wait(timeout)
+        arrived(i)
+    for work in sending:
         work.wait(timeout)

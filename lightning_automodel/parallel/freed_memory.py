@@ -1,9 +1,9 @@
 """On CPU, memory that is freed stays with the process for its next request, as on CUDA.
 
 glibc returns what is free at the end of its heap to the system, which hands it out again page by page, each filled with
-zeros first: in a step of two data ranks 70,000 times. Larger requests than 32 MiB are mapped apart (mallopt(3));
-``fsdp2_over_gloo`` keeps those of FSDP2's gradients. All from the heap (M_MMAP_MAX=0), a step of dp_shard=2 at hidden
-2048 computes for 3.15 s in the place of 3.55, and takes 2.6 GB in the place of 2.1: too much for that.
+zeros first: in a step of two data ranks 70,000 times. Larger requests than 32 MiB are mapped apart (mallopt(3)). All
+from the heap (M_MMAP_MAX=0), a step of dp_shard=2 at hidden 2048 computes for 3.15 s in the place of 3.55, and takes
+2.6 GB in the place of 2.1: too much for that.
 """
 
 import ctypes

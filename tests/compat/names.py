@@ -30,7 +30,6 @@ ATTRIBUTES = {
         "_are_functorch_transforms_active",
         "_current_graph_task_id",
         "_nn",
-        "_storage_Use_Count",
         "_will_engine_execute_node",
     ),
     "torch:_C._nn": ("_parse_to",),

@@ -1,4 +1,4 @@
-"""Gathers and reductions by messages between pairs of ranks: as gloo's own, from memory that is handed out once."""
+"""Gathers and reductions by messages between pairs of ranks: as gloo's own, and without a buffer."""
 
 import inspect
 from resource import RUSAGE_SELF, getrusage
@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
+from lightning_automodel import FSDP2Config
 from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo, reduce_scatter
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.families import tiny_model
 from tests.support.training import tiny_llama
-
-BUFFERS = 3
-"""Of a size: one in use, one gathered ahead, and the gradients of a unit of that size."""
 
 
 def compared(dtype: torch.dtype, numel: int, is_reversed: bool) -> list[float]:
@@ -38,8 +37,14 @@ def compared(dtype: torch.dtype, numel: int, is_reversed: bool) -> list[float]:
     inside[group.rank()] = own
     all_gather([inside.view(-1)], [inside[group.rank()]], group)
     before, part, sum_of_gloo = terms.clone(), *(torch.empty(numel, dtype=dtype) for _ in range(2))
-    reduce_scatter(part, terms, group)
+    rows = torch.arange(5 * 3, dtype=dtype).view(5, 3)  # of four ranks the third has a row, and the last none
+    parts = [*rows.split(-(-5 // len(ranks))), rows[:0]]
+    mean, whole = torch.empty_like(parts[min(group.rank(), len(parts) - 1)]), torch.empty_like(part)
+    reduce_scatter([mean.view(-1), whole], [rows * (group.rank() + 1), terms], group, True)
+    assert torch.equal(mean, parts[min(group.rank(), len(parts) - 1)] * sum(r + 1 for r in ranks) / len(ranks))
+    reduce_scatter([part], [terms], group)
     assert torch.equal(terms, before)
+    assert torch.equal(whole, part / len(ranks))
     dist.reduce_scatter_tensor(sum_of_gloo, terms, group=group)
     pairs = ((found, expected), (inside.view(-1), expected), (part, sum_of_gloo))
     return [float((a - b).double().norm() / b.double().norm()) for a, b in pairs]
@@ -59,25 +64,57 @@ def test_as_gloo_itself(dtype: torch.dtype, bar: float, is_reversed: bool, pool2
             assert reduced <= bar
 
 
-def gradients(passes: int) -> tuple[list[torch.Tensor], list[int]]:
-    """Runs on each rank: gradients of two forward passes before each backward pass, and how many buffers were kept."""
+def gradients(passes: int) -> list[torch.Tensor]:
+    """Runs on each rank: gradients of two forward passes before each backward pass."""
     torch.manual_seed(0)
     model: Any = parallelize(tiny_llama(), build_mesh(resolve_sizes(dist.get_world_size(), dp_shard=2), "cpu"))
     ids = torch.arange(32).view(2, 16)
     for _ in range(passes):
         both = [model(input_ids=rows, labels=rows).loss for rows in (ids, ids.flip(1))]
         sum(both).backward()
-    groups = [group for unit in fsdp_units(model) for group in parameter_groups(unit)]
-    memory = {group._reduce_scatter_comm.memory for group in groups}
-    kept = [len(buffers) for buffers in memory.pop()._kept.values()]
-    return [p.grad.full_tensor() / passes for p in model.parameters()], kept
+    return [p.grad.full_tensor() / passes for p in model.parameters()]
 
 
-def test_memory_is_handed_out_once(pool2: Pool) -> None:
-    for (once, _), (often, kept) in zip(pool2.run(gradients, 1), pool2.run(gradients, 4), strict=True):
+def test_each_gradient_is_added_once(pool2: Pool) -> None:
+    for once, often in zip(pool2.run(gradients, 1), pool2.run(gradients, 4), strict=True):
         for a, b in zip(once, often, strict=True):
             torch.testing.assert_close(b, a)
-        assert max(kept) <= BUFFERS
+
+
+class _Operations(TorchDispatchMode):
+    """Keeps the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(reduce_dtype: torch.dtype | None) -> set[str]:
+    """Runs on each rank: names of operations, and that the gradients have what one process has."""
+    torch.manual_seed(0)
+    model, ids = tiny_llama(), torch.arange(32).view(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    sharded: Any = parallelize(model, build_mesh(resolve_sizes(2), "cpu"), FSDP2Config(mp_policy=policy))
+    rows = ids[dist.get_rank()][None]
+    with _Operations() as operations:
+        sharded(input_ids=rows, labels=rows).loss.backward()
+    for p, gradient in zip(sharded.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), gradient)
+    return operations.names
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_gradients_are_sent_from_where_they_are(reduce_dtype: torch.dtype | None, pool2: Pool) -> None:
+    for names in pool2.run(operations_of_a_step, reduce_dtype):
+        assert "lightning_automodel::reduce_scatter" in names
+        assert not names & {"fsdp::chunk_cat", "aten::_chunk_cat", "fsdp::split_with_sizes_copy"}
 
 
 def pages_of_steps(steps: int) -> list[int]:
