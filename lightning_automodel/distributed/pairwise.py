@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.library import custom_op
 
+from lightning_automodel._compat import groups
 from lightning_automodel._compat.groups import group_of_name, timeout_of
 
 _TAG = 71  # of the first message to a rank and upward, so that no other is taken for one
@@ -52,6 +53,17 @@ def reduce_scatter(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGr
         mean: divide the sums by the ranks.
     """
     _reduce_scatter(outputs, inputs, group.group_name, mean)
+
+
+def scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """Sums ``input`` [ranks * n, ...] over the ranks, of which each keeps a part: ``output`` [n, ...].
+
+    By messages over gloo; by torch's own collective elsewhere, and where a compiler traces it.
+    """
+    if input.is_cpu and group.size() > 1 and not torch.compiler.is_compiling() and goes_over_gloo(group):
+        reduce_scatter([output], [input], group)
+    else:
+        groups.reduce_scatter(output, input, group=group)
 
 
 @custom_op("lightning_automodel::all_gather", mutates_args={"outputs"}, device_types="cpu")
