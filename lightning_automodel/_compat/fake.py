@@ -44,7 +44,7 @@ from lightning_automodel._compat.fake_cuda import (
 )
 from lightning_automodel._compat.fake_shapes import Shapes, all_selected
 from lightning_automodel._compat.groups import group_of_name
-from lightning_automodel._compat.tensors import EagerMode
+from lightning_automodel._compat.tensors import EagerMode, is_in_backward
 
 aten = torch.ops.aten
 _READS: dict[Any, Callable[[Any], Any]] = {
@@ -211,7 +211,7 @@ def _where_it_was(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, A
     """Correct the device that torch's own code asks for: it takes every tensor for one on the CPU."""
     if kwargs.get("device") not in (None, CPU):
         return kwargs
-    is_backward = torch._C._current_graph_task_id() != -1
+    is_backward = is_in_backward()
     if any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
         is_meant = _moves or not (is_backward or func is aten._to_copy.default)
         return kwargs if is_meant else {key: value for key, value in kwargs.items() if key != "device"}

@@ -38,6 +38,8 @@ def zeros_of(held: Any) -> Tensor:
 
 def clear_gradient_of(held: Any) -> None:
     """Leave nothing that waits."""
+    if not was_gathered(held):
+        return
     if _HAS_ITS_OWN_PLACE:
         held.unsharded_accumulated_grad = None
     held._unsharded_param.grad = None

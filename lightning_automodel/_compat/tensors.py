@@ -144,6 +144,11 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def is_in_backward() -> bool:
+    """Tell whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_accumulated_now(parameter: Tensor) -> bool:
     """Tell whether the running backward pass adds to ``parameter.grad``; one of ``torch.autograd.grad`` does not.
 
