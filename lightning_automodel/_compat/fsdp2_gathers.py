@@ -1,6 +1,6 @@
-"""Lets FSDP2 on CPU receive parameters where they compute.
+"""Lets FSDP2 gather what can be trained also in inference mode, and on CPU receive parameters where they compute.
 
-FSDP2 gathers a unit into a buffer, from which it copies each parameter. Of a unit of two, over dp_shard=2::
+On CPU: FSDP2 gathers a unit into a buffer, from which it copies each parameter. Of a unit of two, over dp_shard=2::
 
     stored       GPU 0   a0 b0        GPU 1   a1 b1
     FSDP2        [a0 b0 a1 b1]  ->  a = [a0 a1], b = [b0 b1]
@@ -26,6 +26,16 @@ Gather = Callable[[list[Tensor], list[Tensor], ProcessGroup], None]
 """gathers inputs [n] of all ranks in outputs [ranks * n], pair by pair"""
 
 
+def gather_trainable(unit: FSDPModule) -> None:
+    """Make an FSDP2 unit leave ``torch.inference_mode()`` while it gathers.
+
+    It keeps what it has gathered first, and fills it again later. A tensor of inference mode can never be trained.
+    """
+    for group in parameter_groups(unit):
+        if type(group) is FSDPParamGroup:
+            group.__class__ = _Gathers
+
+
 def gather_by(unit: FSDPModule, gather: Gather) -> None:
     """Make an FSDP2 unit gather its parameters by ``gather``, which returns when they are there; on CPU only."""
     for group in parameter_groups(unit):
@@ -36,6 +46,16 @@ def gather_by(unit: FSDPModule, gather: Gather) -> None:
 _GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])
 
 
+class _Gathers(FSDPParamGroup):
+    def unshard(self, async_op: bool = False) -> None:
+        with _without_inference():
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        with _without_inference():
+            super().wait_for_unshard()
+
+
 class _GathersInPlace(FSDPParamGroup):
     gather: Gather
 
@@ -43,7 +63,12 @@ class _GathersInPlace(FSDPParamGroup):
         """Gather, also where FSDP2 would have it done in the background."""
         is_needed = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
         if is_needed and not self.is_unsharded and self._all_gather_result is None:
-            with _without_functorch(), torch.no_grad(), record_function(self._with_fqn("FSDP::all_gather")):
+            with (
+                _without_inference(),
+                _without_functorch(),
+                torch.no_grad(),
+                record_function(self._with_fqn("FSDP::all_gather")),
+            ):
                 self._gather()
             self._all_gather_result = _GATHERED
 
@@ -52,7 +77,7 @@ class _GathersInPlace(FSDPParamGroup):
         if self._all_gather_result is None:
             return
         self._all_gather_result = None
-        with _without_functorch():
+        with _without_inference(), _without_functorch():
             for held in self.fsdp_params:
                 held.init_unsharded_param()
             self._to_unsharded()
@@ -87,6 +112,10 @@ def _join_columns(held: FSDPParam, gathered: list[Tensor], ranks: int) -> None:
         rows, dim = list(held.padded_sharded_param_size), held.fsdp_placement.dim
         joined = [size * ranks if i == dim else size for i, size in enumerate(rows)]
         torch.cat(list(parts.view(ranks, *rows)), dim=dim, out=whole.view(joined))
+
+
+def _without_inference() -> AbstractContextManager:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _without_functorch() -> AbstractContextManager:

@@ -6,7 +6,7 @@ this one.
 """
 
 from abc import abstractmethod
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,6 +42,7 @@ from lightning_automodel.strategies.faults.preemption import Preemption
 from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.strategies.last_gradients import LastGradients, read_between_micro_batches
 from lightning_automodel.strategies.late_tensors import LateTensors, refuse_late_tensors
+from lightning_automodel.strategies.losses_of_steps import LossesOfSteps
 from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
@@ -64,6 +65,7 @@ class SharedHooks(SavingStrategy):
         self._preemption = Preemption()
         self._last_gradients = LastGradients()
         self._late = LateTensors()
+        self._losses = LossesOfSteps()
         self._reads_between = False
 
     @abstractmethod
@@ -140,6 +142,7 @@ class SharedHooks(SavingStrategy):
             averaging.begin(self._callbacks, self._module)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module)
+            self._losses = LossesOfSteps(self.optimizers, self.data_size)
             self._check_late(self.optimizers)
             check_callbacks(self._callbacks, self._module)
         self.setup_precision_plugin()
@@ -268,12 +271,13 @@ class SharedHooks(SavingStrategy):
         self.note_backward()
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if have_gradient_hooks(p for group in optimizer.param_groups for p in group["params"]):
             self.check_gradient_hooks()
         self._check_late([optimizer])
+        closure = self._losses.averaged(optimizer, closure, self.reduce, self.root_device)
         with explaining_step(optimizer):
-            output = super().optimizer_step(optimizer, *args, **kwargs)
+            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.note_step(optimizer)
         return output
 

@@ -1,15 +1,17 @@
 """Refuses optimizers whose update would be another one on shards than on whole tensors.
 
 Most update each element of a tensor from that element alone, so that a shard is updated as it is within the whole. That
-is measured, on one process and for any class: the optimizer takes steps with a matrix, and with two parts of it.
+is measured, on one process and for any class: the optimizer takes steps with a matrix, and with two parts of it. So is
+whether it reads the loss that a closure returns.
 """
 
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from inspect import Parameter, signature
+from itertools import count
 from traceback import walk_tb
 from typing import Any
 
@@ -27,6 +29,7 @@ from lightning_automodel.gradients import to_local_if_dtensor
 RIGHT_ON_SHARDS = ("Muon", "StableAdamW")
 """They work on whole matrices, and DTensor's operators compute the same from shards: compared with one process."""
 
+_ANY_RATE = 1e-3
 _SHAPE, _SPLITS = (64, 128), ((0, 31), (1, 63))  # quantized states have blocks of 256 elements, from 4096 on
 
 
@@ -81,21 +84,70 @@ def _refuse_norms_of_rows(module: nn.Module) -> None:
 
 
 def updates_each_element_alone(optimizer: Optimizer) -> bool | None:
-    """Try copies of ``optimizer`` on a matrix and on its two halves; ``None`` if it cannot be tried like that."""
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(_SHAPE, generator=generator) for _ in range(4))
+    """Try copies of ``optimizer``, with the options of each of its groups, on a matrix and on its two halves.
+
+    Of one that wraps another, the other is tried.
+
+    Returns:
+        ``None`` if it cannot be tried like that.
+    """
+    wrapped = _wrapped(optimizer)
+    found = [updates_each_element_alone(inner) for inner in wrapped]
+    found += [None] if wrapped else [_updates_alone(optimizer, options) for options in _kinds_of_groups(optimizer)]
+    return False if False in found else None if None in found else True
+
+
+def _updates_alone(optimizer: Optimizer, options: dict[str, Any]) -> bool | None:
+    start, *gradients = _matrices()
     try:
-        whole = _updated(optimizer, start, gradients)
+        whole = _updated(optimizer, options, start, gradients)
         parts = []
         for dim, at in _SPLITS:
             cut = [tensor.tensor_split([at], dim) for tensor in (start, *gradients)]
             parts.append(
-                torch.cat([_updated(optimizer, value, steps) for value, *steps in zip(*cut, strict=True)], dim)
+                torch.cat([_updated(optimizer, options, value, steps) for value, *steps in zip(*cut, strict=True)], dim)
             )
     except Exception:  # whatever a class of a user's own needs that this matrix lacks
         return None
     scale = (whole - start).norm()
-    return all(bool((part - whole).norm() <= 1e-4 * scale) for part in parts)
+    return all(bool((part - whole).norm() <= 1e-4 * scale) for part in parts) if scale else None
+
+
+def reads_loss(optimizer: Optimizer) -> bool:
+    """Tell whether steps of ``optimizer`` follow the loss that a closure returns; also if it cannot be tried."""
+    if _wrapped(optimizer):
+        return True
+    start, *gradients = _matrices()
+    loss = torch.zeros(()).as_subclass(_NotedLoss)
+    try:
+        for options in _kinds_of_groups(optimizer):
+            _updated(optimizer, options, start, gradients, lambda: loss)
+    except Exception:
+        return True
+    return loss.is_read
+
+
+class _NotedLoss(Tensor):
+    """Notes that something is computed from it."""
+
+    is_read = False
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        for value in args:
+            if isinstance(value, cls):
+                value.is_read = True
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Find the optimizers whose steps are a part of those of ``optimizer``: a copy would step with them."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def _matrices() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(_SHAPE, generator=generator) for _ in range(4)]
 
 
 @contextmanager
@@ -131,19 +183,29 @@ def _is_of_optimizer(error: BaseException, optimizer: Optimizer) -> bool:
     return is_of_step and any(code.co_filename in files for code in frames)
 
 
-def _updated(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor]) -> Tensor:
-    """Return ``value`` after a step with each of ``gradients``."""
+def _updated(
+    optimizer: Optimizer,
+    options: dict[str, Any],
+    value: Tensor,
+    gradients: Iterable[Tensor],
+    closure: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Return ``value`` after a step with each of ``gradients``.
+
+    Without a ``closure``, optimizers that want one get losses that fall, so that a search along a line moves.
+    """
     parameter = nn.Parameter(value.clone(memory_format=torch.contiguous_format))
     trial, own = copy.copy(optimizer), optimizer.param_groups[0]["params"]
     trial.__dict__ = {
         **{name: [parameter] if kept is own else kept for name, kept in vars(optimizer).items()},
         "state": _initial_state(optimizer, parameter),
-        "param_groups": [{**copy.deepcopy(_options(optimizer)), "params": [parameter]}],
+        "param_groups": [{**copy.deepcopy(options), "params": [parameter]}],
         **no_step_hooks(),
     }
-    closures: list[Any] = []
-    if signature(type(trial).step).parameters["closure"].default is Parameter.empty:
-        closures.append(lambda: torch.zeros(()))
+    if closure is None and signature(type(trial).step).parameters["closure"].default is Parameter.empty:
+        losses = count(1e6, -1e3)
+        closure = lambda: torch.tensor(next(losses))  # noqa: E731
+    closures: list[Any] = [] if closure is None else [closure]
     with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         for gradient in gradients:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
@@ -171,9 +233,16 @@ def _any_element(tensor: Tensor) -> Tensor:
     return local.flatten()[0].detach() if local.numel() else torch.zeros(())
 
 
-def _options(optimizer: Optimizer) -> dict[str, object]:
-    group = optimizer.param_groups[0]
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Collect the options of groups that differ in more than numbers; no rate is 0, with which schedules begin."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if not options.get("lr", True):
+            options["lr"] = options.get("initial_lr") or _ANY_RATE
+        kind = {key: bool(value) if isinstance(value, float) else value for key, value in options.items()}
+        kinds.setdefault(repr({**kind, "lr": None, "initial_lr": None, "name": None}), options)
+    return list(kinds.values())
 
 
 def _is_sharded(parameter: Tensor) -> bool:

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "torch.optim.Muon": (torch.optim.Muon, {}, ROUNDED),
     "torch.optim.Adafactor": (torch.optim.Adafactor, {}, REFUSED),
     "torch.optim.LBFGS": (torch.optim.LBFGS, {}, REFUSED),
+    "torch.optim.LBFGS(line search)": (torch.optim.LBFGS, {"line_search_fn": "strong_wolfe"}, REFUSED),
     **{
         f"optimi.{name}": (getattr(optimi, name), {}, EXACT)
         for name in (
@@ -136,6 +137,50 @@ def test_the_rule_finds_what_works_on_whole_matrices(name: str) -> None:
     is_alone = CASES[name][2] in (EXACT, NO_OPERATION) and name != "optimi.StableAdamW"
     assert updates_each_element_alone(optimizer) is is_alone
     assert str(optimizer.state) == before
+
+
+class ByNorms(Optimizer):
+    """Steps as long as the tensor, in the groups that say so."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, by_norm: bool = True) -> None:
+        super().__init__(parameters, {"lr": lr, "by_norm": by_norm})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * float(p.norm() if group["by_norm"] else 1))
+
+
+class Around(Optimizer):
+    """Steps with another optimizer."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def parameter() -> nn.Parameter:
+    made = nn.Parameter(torch.ones(4, 8))
+    made.grad = torch.ones(4, 8)
+    return made
+
+
+def test_the_rule_sees_through_rates_groups_and_wrappers() -> None:
+    by_norm = ByNorms([parameter()])
+    torch.optim.lr_scheduler.LambdaLR(by_norm, lambda step: step / 10)
+    assert by_norm.param_groups[0]["lr"] == 0
+    assert updates_each_element_alone(by_norm) is False
+    groups = [{"params": [parameter()], "by_norm": False}, {"params": [parameter()]}]
+    assert updates_each_element_alone(ByNorms(groups)) is False
+    assert updates_each_element_alone(ByNorms(groups[:1])) is True
+    assert updates_each_element_alone(Around(ByNorms([parameter()]))) is False
+    held = parameter()
+    assert updates_each_element_alone(Around(torch.optim.SGD([held], lr=1.0))) is None
+    assert held.equal(torch.ones(4, 8))
 
 
 def test_sparse_gradients_are_refused() -> None:

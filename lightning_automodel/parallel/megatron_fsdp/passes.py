@@ -63,14 +63,16 @@ class Passes:
         if self._depth == 1 and not self._is_backward:
             self.sharded.begin_forward()
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._depth -= 1
         if self._depth > 0 or self._is_backward:
-            return
+            return output
+        output = _viewed(output)
         begins = differentiable(output)
         self.sharded.end_forward(is_trained=bool(begins))
         if begins:
             register_multi_grad_hook(begins, self._begin_if_called, mode="any")
+        return output
 
     def _begin_if_called(self, gradient: Tensor) -> None:
         """Begin a backward pass that somebody calls as ``loss.backward()``; a hook of outputs."""
@@ -98,6 +100,13 @@ class Passes:
     def _end(self) -> None:
         self._is_backward = False
         self.sharded.end_backward()
+
+
+def _viewed(output: Any) -> Any:
+    """View what the library watches once more: a gradient then meets our hook before its own, which gathers."""
+    if isinstance(output, Tensor):
+        return output.view_as(output)
+    return type(output)(map(_viewed, output)) if type(output) in (tuple, list) else output
 
 
 def _all_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
