@@ -215,6 +215,30 @@ class LeavesGradients(ClearsByZeros):
             optimizer.zero_grad()
 
 
+class ReadsBeforeStep(PlainBackward):
+    """Reads what the model says of other samples between the backward pass and the step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.loss([batch[0].flip(1)])
+        optimizer.step()
+
+
+class ReadsInHooks(Shrinks):
+    """Reads its loss wherever a hook may, and shrinks its weights behind that."""
+
+    def loss_of_first(self, *args: Any) -> Tensor:
+        return self.loss([self.trainer.train_dataloader.dataset.tensors[0][:2]])  # type: ignore[union-attr]
+
+    on_after_backward = on_before_optimizer_step = on_train_batch_start = loss_of_first  # type: ignore[assignment]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.loss_of_first()
+        self.shrink()
+
+
 class Measured(Descending):
     """Clips by torch's own function, by norms of its own, and by Lightning's."""
 
@@ -252,6 +276,8 @@ CASES: list[type[Recorder]] = [
     Skips,
     ClearsByZeros,
     LeavesGradients,
+    ReadsBeforeStep,
+    ReadsInHooks,
     Measured,
 ]
 

@@ -121,13 +121,12 @@ class ShardedModules:
         """
         if torch.is_grad_enabled():
             self._refuse_changes_of_what_trains()
+        if self._is_outdated or self._writes() != self._writes_seen:
+            # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
+            self.wrapper.install_optimized_model_weights()
+            self.wrapper.synchronize_param_gather()
+            self._is_outdated, self._writes_seen = False, self._writes()
         if self.wrapper.is_param_fsdp_distributed:
-            if self._is_outdated or self._writes() != self._writes_seen:
-                # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute
-                # follow.
-                self.wrapper.install_optimized_model_weights()
-                self.wrapper.synchronize_param_gather()
-                self._is_outdated = False
             use_raw_parameters(self.wrapper)
             # The library gathers what belongs to a module when that is called. Whoever reads parameters of one that is
             # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory.
@@ -140,7 +139,7 @@ class ShardedModules:
             is_trained: a backward pass may follow, in which parameters that are not freed have gradients.
         """
         if self.config.zero_dp_strategy == 3 or not is_trained:
-            self._use_those_of_optimizer()
+            use_parameters_of_optimizer(self.wrapper)
 
     def begin_backward(self, is_last: bool) -> None:
         """Prepares the library for a backward pass.
@@ -176,7 +175,7 @@ class ShardedModules:
             self._check_gradients()
         else:
             clear_with_others(self)
-            self._use_those_of_optimizer()
+            use_parameters_of_optimizer(self.wrapper)
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
         """Note that ``zero_grad`` clears ``parameters`` within a window."""
@@ -184,10 +183,6 @@ class ShardedModules:
         self._cleared |= names
         if set_to_none:
             self._reached -= names
-
-    def _use_those_of_optimizer(self) -> None:
-        use_parameters_of_optimizer(self.wrapper)
-        self._writes_seen = self._writes()
 
     @cached_property
     def _outside(self) -> list[Tensor]:
