@@ -226,6 +226,19 @@ class ReadsBeforeStep(PlainBackward):
         optimizer.step()
 
 
+class ClearsByModule(PlainBackward):
+    """Throws a gradient away behind a forward pass, when parameters that compute may be in place."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.loss(batch).backward()
+        loss = self.loss([batch[0].flip(1)])
+        self.model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class ReadsInHooks(Shrinks):
     """Reads its loss wherever a hook may, and shrinks its weights behind that."""
 
@@ -278,6 +291,7 @@ CASES: list[type[Recorder]] = [
     LeavesGradients,
     ReadsBeforeStep,
     ReadsInHooks,
+    ClearsByModule,
     Measured,
 ]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
+from lightning_automodel._compat.clearing import clear_with_others
 from lightning_automodel._compat.dtensor import count_writes_through_data, refuse_gathering, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
@@ -100,6 +100,7 @@ class ShardedModules:
         self._cleared: set[str] = set()  # within a window
         self._window_is_closed = self._is_outdated = True
         self._writes_seen = 0
+        clear_with_others(self)
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
 
@@ -170,16 +171,22 @@ class ShardedModules:
         if self.wrapper.is_last_microbatch:
             self.wrapper.finish_grad_sync()
             self._window_is_closed = True
-            clear_no_more(self)
             self._give_empty_gradients()
             self._check_gradients()
         else:
-            clear_with_others(self)
             use_parameters_of_optimizer(self.wrapper)
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
-        """Note that ``zero_grad`` clears ``parameters`` within a window."""
-        names = {name for name, p in self._parameters.items() if p in parameters}
+        """Note that ``zero_grad`` clears ``parameters`` within a window; else clear those that the optimizer has in the
+        place of those that compute, which a module may have now.
+        """
+        raw = self.wrapper.raw_param
+        names = {name for name, p in self._parameters.items() if p in parameters or raw[name] in parameters}
+        if self._window_is_closed:
+            for parameter in (self._parameters[name] for name in names):
+                if parameter.grad is not None:
+                    parameter.grad = None if set_to_none else parameter.grad.zero_()
+            return
         self._cleared |= names
         if set_to_none:
             self._reached -= names
