@@ -251,6 +251,23 @@ def follow_what_trains(units: Iterable[FSDPModule]) -> None:
             shard.requires_grad_(flag)
 
 
+def is_copied_from(unit: FSDPModule, shards: set[Tensor]) -> bool:
+    """Tell whether ``unit`` holds gathered copies of one of ``shards``."""
+    return any(held.sharded_param in shards for held in _gathered([unit]))
+
+
+def clear_behind_copies(units: Iterable[FSDPModule], copies: set[Tensor], set_to_none: bool) -> None:
+    """Clear the gradients of the shards whose gathered ``copies`` modules have in place now, as ``zero_grad`` does."""
+    for held in _gathered(units):
+        gradient = held.sharded_param.grad
+        if gradient is None or held.unsharded_param not in copies:
+            continue
+        if set_to_none:
+            held.sharded_param.grad = None
+        else:
+            gradient.zero_()
+
+
 def _gathered(units: Iterable[FSDPModule]) -> Iterator[Any]:
     groups = (group for unit in units for group in parameter_groups(unit) if not group.is_sharded)
     return (held for group in groups for held in group.fsdp_params)

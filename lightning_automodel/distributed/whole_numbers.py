@@ -49,8 +49,7 @@ class _NormsBy(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        plain = not any(value for name, value in kwargs.items() if name not in ("p", "ord"))  # no dim, no dtype
-        if plain and len(args) <= 2 and (func in _NORMS or func is EACH_NORM):
+        if (func in _NORMS or func is EACH_NORM) and len(args) <= 2 and _is_whole_norm(kwargs):
             order = args[1] if len(args) == 2 else kwargs.get("p", kwargs.get("ord", 2.0))
             tensors = args[0] if func is EACH_NORM else [args[0]]
             found = [self._norm(tensor, _ORDERS.get(order, order)) for tensor in tensors]
@@ -60,6 +59,10 @@ class _NormsBy(TorchFunctionMode):
 
     def _norm(self, tensor: Tensor, order: float) -> Tensor | None:
         return self.compute(tensor, order) if isinstance(tensor, DTensor) else None
+
+
+def _is_whole_norm(kwargs: dict[str, Any]) -> bool:
+    return not any(value for name, value in kwargs.items() if name not in ("p", "ord"))  # no dim, no dtype
 
 
 def _whole(value: Any) -> Any:

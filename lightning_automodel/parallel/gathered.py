@@ -1,16 +1,24 @@
 """Looks after what an FSDP2 model holds gathered behind a forward pass: copies, which nobody may change or keep."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_automodel._compat.clearing import clear_with_others
 from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
 from lightning_automodel._compat.fsdp2 import (
+    clear_behind_copies,
     disagreeing_parameters,
     fsdp_units,
+    is_copied_from,
     is_kept_gathered,
     note_what_trains,
     replaced_parameters,
@@ -22,6 +30,8 @@ from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
 
+_IS_READ = "_is_called_to_be_read"
+
 
 def watch_gathered(model: nn.Module) -> None:
     """Free an FSDP2 root where no backward pass follows its forward pass, and refuse what would need its copies later:
@@ -32,8 +42,43 @@ def watch_gathered(model: nn.Module) -> None:
     for unit in units:  # any of them may be called by itself
         assert isinstance(unit, nn.Module)
         unit.register_forward_pre_hook(_TakesData(), prepend=True)
-    model.register_forward_hook(_LooksBehind(units))
+    behind = _LooksBehind(units)
+    model.register_forward_hook(behind)
+    clear_with_others(behind)
+    _watched_in_steps().add(behind)
     note_gathers(model)
+
+
+def call_to_read(roots: Iterable[FSDPModule], is_read: bool) -> None:
+    """Say whether forward passes of ``roots`` from now on are called to be read (in a hook, for a metric): no backward
+    pass follows, whatever their outputs say.
+    """
+    for root in roots:
+        vars(root)[_IS_READ] = is_read
+
+
+def free_copies(units: Iterable[FSDPModule], optimizer: Optimizer) -> None:
+    """Free the copies of what ``optimizer`` changes: a forward pass would compute with them as they were.
+
+    A backward pass whose forward pass was before, if there is one to come, gathers again.
+    """
+    changed = {p for group in optimizer.param_groups for p in group["params"]}
+    for unit in units:
+        if is_copied_from(unit, changed) and not is_kept_gathered(unit):
+            unit.reshard()
+
+
+@functools.cache
+def _watched_in_steps() -> "WeakSet[_LooksBehind]":
+    """Return what is told of each step of an optimizer, by whatever loop."""
+    told: WeakSet[_LooksBehind] = WeakSet()
+
+    def tell(optimizer: Optimizer, *unused: Any) -> None:
+        for behind in list(told):
+            free_copies(behind.units, optimizer)
+
+    register_optimizer_step_post_hook(tell)
+    return told
 
 
 class _TakesData:
@@ -71,20 +116,24 @@ class _CheckCopies:
 
 
 class _LooksBehind:
-    """Looks whether a backward pass follows: a forward hook.
+    """Looks whether a backward pass follows: a forward hook. Until it comes, modules have copies in place of shards.
 
     Args:
         units: of the model.
     """
 
     def __init__(self, units: list[FSDPModule]) -> None:
-        self._units = units
+        self.units = units
+
+    def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
+        """Clear the gradients of shards, of which ``zero_grad`` of a module has met the copies."""
+        clear_behind_copies(self.units, parameters, set_to_none)
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
-        if not (begins := differentiable(output)):
+        if not (begins := differentiable(output)) or vars(model).get(_IS_READ):
             _free(model)
         elif not torch.compiler.is_compiling():
-            note_what_trains(self._units)
+            note_what_trains(self.units)
             register_multi_grad_hook(begins, _check_order, mode="any")
 
 

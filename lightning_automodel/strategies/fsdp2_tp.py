@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -28,7 +29,8 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.copied_views import warn_of_copied_views
-from lightning_automodel.parallel.fsdp2 import gradients_held, reshard
+from lightning_automodel.parallel.fsdp2 import fsdp_roots, gradients_held, reshard
+from lightning_automodel.parallel.gathered import call_to_read, free_copies
 from lightning_automodel.parallel.hooks_of_users import (
     find_hook_after_accumulation,
     refuse_hooks_after_accumulation,
@@ -104,6 +106,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             timeout=timeout,
         )
         self._units: list[FSDPModule] = []  # of the module that trains
+        self._roots: list[FSDPModule] = []
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "ep": ep}
         self._check_requested()
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
@@ -233,8 +236,14 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             warn_once(
                 f"{name} has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
             )
-        self._units = fsdp_units(self._module)
+        self._units, self._roots = fsdp_units(self._module), fsdp_roots(self._module)
+        call_to_read(self._roots, True)  # by hooks
         super().on_train_start()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        call_to_read(self._roots, False)
 
     @override
     def check_gradient_hooks(self) -> None:
@@ -245,17 +254,21 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        call_to_read(self._roots, False)
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         by_hand = not self.lightning_module.automatic_optimization
         if output is None or by_hand or skips_backward(self._trainer):  # no backward pass follows
             reshard(self.lightning_module)
+            call_to_read(self._roots, True)
         return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         follow_what_trains(self._units)
+        if self._module.automatic_optimization:
+            call_to_read(self._roots, True)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -265,10 +278,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             refuse_unreduced(self._module, self._units)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._module.automatic_optimization:
             refuse_unreduced(self._module, self._units)
-        return super().optimizer_step(*args, **kwargs)
+            free_copies(self._units, optimizer)  # hooks of the step see what it changes
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -241,6 +241,74 @@ class Unfrozen(Steps):
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.3, momentum=0.9)
 
 
+class Adversaries(Steps):
+    """The loop of torch's tutorial: what one model made is read by the other, then trained against it, in one graph."""
+
+    automatic_optimization = False
+
+    def change(self) -> None:
+        pass
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.other.zero_grad()
+        made = self.model(input_ids=batch[0], output_hidden_states=True).hidden_states[-1]
+        loss = self.other(inputs_embeds=made.detach(), labels=batch[0]).loss
+        self.manual_backward(loss)
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        second.step()
+        self.model.zero_grad()
+        self.manual_backward(-0.1 * self.other(inputs_embeds=made, labels=batch[0]).loss)
+        first.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (self.model, self.other)]
+
+
+class ReadBeforeSteps(Steps):
+    """Reads what the model says of other samples between the backward pass and the step."""
+
+    automatic_optimization = False
+
+    def change(self) -> None:
+        self.other = None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        self.manual_backward(loss)
+        self.loss([batch[0].flip(1)])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class ReadInHooks(Steps):
+    """Reads its loss wherever a hook may, and shrinks its weights behind that."""
+
+    def change(self) -> None:
+        self.other = None
+
+    def read(self, *args: Any) -> None:
+        loss = self.loss([self.trainer.train_dataloader.dataset.tensors[0][:2]])  # type: ignore[union-attr]
+        self.numbers.append(float(loss))
+
+    on_after_backward = on_train_batch_start = read  # type: ignore[assignment]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.read()
+        super().on_before_optimizer_step(optimizer)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.99)
+
+
 def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     chosen = LAYOUTS[layout] if layout else None
     module = kind()
@@ -268,6 +336,9 @@ KINDS = (
     Drawn,
     HookedLater,
     BehindEachBackward,
+    Adversaries,
+    ReadBeforeSteps,
+    ReadInHooks,
     Unfrozen,
 )
 FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]

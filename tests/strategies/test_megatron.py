@@ -1,6 +1,8 @@
 """What only Megatron-FSDP has: its switches, its traps, and loops without Lightning. On gloo, through a stand-in."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,10 +109,31 @@ class Changing(Descending):
             self.model.model.layers[1].requires_grad_(self.is_frozen)
 
 
-def change(is_frozen: bool) -> tuple[str, int]:
+class WithinStep(Recorder):
+    """Freezes a block for the second micro-batch of a step."""
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.model.model.layers[1].requires_grad_(batch_idx % 2 == 0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.model.model.layers[1].requires_grad_(True)
+
+
+class AroundForward(Recorder):
+    """Freezes a block for one of two losses."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.model.model.layers[1].requires_grad_(False)
+        without = super().loss(batch)
+        self.model.model.layers[1].requires_grad_(True)
+        return without + super().loss(batch)
+
+
+def change(kind: Callable[[], Recorder], stage: int, micro_batches: int) -> tuple[str, int]:
     cuda_on_cpu.install()
-    module = Changing(is_frozen)
-    run = make_trainer(MegatronFSDPStrategy(), max_epochs=2)
+    module = kind()
+    strategy = MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=stage))
+    run = make_trainer(strategy, max_epochs=2, accumulate_grad_batches=micro_batches)
     try:
         run.fit(module, batches(world_size()))
     except ValueError as error:
@@ -118,11 +141,23 @@ def change(is_frozen: bool) -> tuple[str, int]:
     return "", run.current_epoch
 
 
-@pytest.mark.parametrize(("is_frozen", "word"), [(True, "unfrozen"), (False, "frozen")])
-def test_what_trains_stays_what_trains(is_frozen: bool, word: str, pool2: Pool) -> None:
-    for message, epoch in pool2.run(change, is_frozen, trainer=True):
+@pytest.mark.parametrize(
+    ("kind", "stage", "word", "begun"),
+    [
+        (partial(Changing, True), 3, "unfrozen", 1),
+        (partial(Changing, False), 3, "frozen", 1),
+        (WithinStep, 3, "frozen", 0),
+        (WithinStep, 1, "frozen", 0),
+        (AroundForward, 3, "frozen", 0),
+        (AroundForward, 1, "frozen", 0),
+    ],
+)
+def test_what_trains_stays_what_trains(
+    kind: Callable[[], Recorder], stage: int, word: str, begun: int, pool2: Pool
+) -> None:
+    for message, epoch in pool2.run(change, kind, stage, 2, trainer=True):
         assert f"model.layers.1.input_layernorm.weight was {word} after Megatron-FSDP had sharded it" in message
-        assert epoch == 1
+        assert epoch == begun
 
 
 # ---- steps by hand ---------------------------------------------------------------------------------------------------

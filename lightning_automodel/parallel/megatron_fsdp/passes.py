@@ -32,11 +32,12 @@ class Passes:
 
     Attributes:
         is_accumulating: backward passes are of micro-batches that are not the last of their step.
+        is_read: forward passes are called to be read (in a hook, for a metric): no backward pass follows.
     """
 
     def __init__(self, sharded: ShardedModules, modules: Sequence[nn.Module]) -> None:
         self.sharded = sharded
-        self.is_accumulating = False
+        self.is_accumulating = self.is_read = False
         self._depth = 0
         self._is_backward = False
         for module in modules:
@@ -69,7 +70,7 @@ class Passes:
             return output
         output = _viewed(output)
         begins = differentiable(output)
-        self.sharded.end_forward(is_trained=bool(begins))
+        self.sharded.end_forward(is_trained=bool(begins) and not self.is_read)
         if begins:
             register_multi_grad_hook(begins, self._begin_if_called, mode="any")
         return output

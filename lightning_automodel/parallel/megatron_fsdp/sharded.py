@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
+from lightning_automodel._compat.clearing import clear_with_others
 from lightning_automodel._compat.dtensor import count_writes_through_data, refuse_gathering, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     use_parameters_of_optimizer,
@@ -100,6 +100,7 @@ class ShardedModules:
         self._cleared: set[str] = set()  # within a window
         self._window_is_closed = self._is_outdated = True
         self._writes_seen = 0
+        clear_with_others(self)
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
 
@@ -113,14 +114,20 @@ class ShardedModules:
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Puts the parameters that compute in place, with the values that those of the optimizer have now."""
+        """Puts the parameters that compute in place, with the values that those of the optimizer have now.
+
+        Raises:
+            ValueError: if a backward pass may follow, and a parameter was frozen or unfrozen since it was sharded, of
+                which those that compute do not know.
+        """
+        if torch.is_grad_enabled():
+            self._refuse_changes_of_what_trains()
+        if self._is_outdated or self._writes() != self._writes_seen:
+            # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
+            self.wrapper.install_optimized_model_weights()
+            self.wrapper.synchronize_param_gather()
+            self._is_outdated, self._writes_seen = False, self._writes()
         if self.wrapper.is_param_fsdp_distributed:
-            if self._is_outdated or self._writes() != self._writes_seen:
-                # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute
-                # follow.
-                self.wrapper.install_optimized_model_weights()
-                self.wrapper.synchronize_param_gather()
-                self._is_outdated = False
             use_raw_parameters(self.wrapper)
             # The library gathers what belongs to a module when that is called. Whoever reads parameters of one that is
             # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory.
@@ -133,7 +140,7 @@ class ShardedModules:
             is_trained: a backward pass may follow, in which parameters that are not freed have gradients.
         """
         if self.config.zero_dp_strategy == 3 or not is_trained:
-            self._use_those_of_optimizer()
+            use_parameters_of_optimizer(self.wrapper)
 
     def begin_backward(self, is_last: bool) -> None:
         """Prepares the library for a backward pass.
@@ -145,8 +152,8 @@ class ShardedModules:
             ValueError: if gradients of an earlier window are left, and the stage cannot add to them; or if a parameter
                 was frozen or unfrozen since it was sharded.
         """
+        self._refuse_changes_of_what_trains()
         if self._window_is_closed:
-            self._refuse_changes_of_what_trains()
             self._follow_zero_grad()
         elif self._cleared:
             self._clear(self._cleared)
@@ -164,20 +171,25 @@ class ShardedModules:
         if self.wrapper.is_last_microbatch:
             self.wrapper.finish_grad_sync()
             self._window_is_closed = True
-            clear_no_more(self)
             self._give_empty_gradients()
             self._check_gradients()
         else:
-            clear_with_others(self)
-            self._use_those_of_optimizer()
+            use_parameters_of_optimizer(self.wrapper)
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
-        """Note that ``zero_grad`` clears ``parameters`` within a window."""
-        self._cleared |= {name for name, p in self._parameters.items() if p in parameters}
-
-    def _use_those_of_optimizer(self) -> None:
-        use_parameters_of_optimizer(self.wrapper)
-        self._writes_seen = self._writes()
+        """Note that ``zero_grad`` clears ``parameters`` within a window; else clear those that the optimizer has in the
+        place of those that compute, which a module may have now.
+        """
+        raw = self.wrapper.raw_param
+        names = {name for name, p in self._parameters.items() if p in parameters or raw[name] in parameters}
+        if self._window_is_closed:
+            for parameter in (self._parameters[name] for name in names):
+                if parameter.grad is not None:
+                    parameter.grad = None if set_to_none else parameter.grad.zero_()
+            return
+        self._cleared |= names
+        if set_to_none:
+            self._reached -= names
 
     @cached_property
     def _outside(self) -> list[Tensor]:
@@ -201,16 +213,15 @@ class ShardedModules:
             name = min(changed)[0].partition(".")[2]  # behind the number of the module
             raise ValueError(
                 f"{name} was {'frozen' if changed & self._trained else 'unfrozen'} after Megatron-FSDP had sharded it, "
-                "which has gradients only for what trained then; freeze in configure_model and leave it so, or use "
-                "FSDP2TPStrategy, which follows"
+                "which has gradients only for what trained then; freeze in configure_model and leave it so (what is "
+                "only read, within torch.no_grad()), or use FSDP2TPStrategy, which follows"
             )
 
     def _follow_zero_grad(self) -> None:
         """Clear the library's buffers of gradients, which ``zero_grad`` of an optimizer does not know."""
-        left = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if left and not any(bool(to_local_if_dtensor(gradient).any()) for gradient in left):
-            left = []  # zero_grad(set_to_none=False)
-        if not left:
+        left = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self._reached = set(left)  # zeros are a gradient, too
+        if not any(bool(to_local_if_dtensor(gradient).any()) for gradient in left.values()):
             self.wrapper.zero_grad_buffer()
             return
         if self.config.zero_dp_strategy < 2:
@@ -220,12 +231,11 @@ class ShardedModules:
                 "micro-batches of a step but the last in `with self.trainer.strategy.block_backward_sync():`, or use "
                 "stage 2 or 3"
             )
-        self._clear(name for name, p in self._parameters.items() if p.grad is None)
+        self._clear(name for name in self._parameters if name not in left)
 
     def _clear(self, names: Iterable[str]) -> None:
         buffers = self.wrapper.param_and_grad_buffer
         for name in names:
-            self._reached.discard(name)
             raw = self.wrapper.raw_param[name]
             group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
             if group.main_grad_buffer is not None:
@@ -233,7 +243,7 @@ class ShardedModules:
                 group.main_grad_buffer.get_item(item).zero_()  # as much as this rank has of it
 
     def _note(self, name: str, _: Tensor) -> None:
-        """Note that a backward pass of this window reached a parameter: a hook of the one that computes."""
+        """Note that a backward pass reached a parameter: a hook of the one that computes."""
         self._reached.add(name)
 
     def _give_empty_gradients(self) -> None:
@@ -243,12 +253,11 @@ class ShardedModules:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _check_gradients(self) -> None:
-        """Look whether gradients are finite, and take those away that no backward pass reached: they are zero, with
-        which an optimizer still decays and moves a parameter.
+        """Look whether gradients are finite, and take those away that no backward pass reached since they were cleared:
+        they are zero, with which an optimizer still decays and moves a parameter.
         """
         trained = [name for name, p in self._parameters.items() if p.requires_grad]
         unused = [name for name in trained if name not in self._reached]
-        self._reached = set()
         if not self.config.check_for_nan_in_grad:
             self._warn_of_unused(unused)
             return
