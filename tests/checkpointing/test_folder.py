@@ -96,7 +96,7 @@ def test_a_save_that_does_not_end_leaves_the_previous_one(pool2: Pool, tmp_path:
 
 def test_an_error_on_rank_0_reaches_all_ranks(pool2: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
-        pool2.run(save, tmp_path / "x.ckpt", 1.0, "fail _complete", timeout=20)
+        pool2.run(save, tmp_path / "x.ckpt", 1.0, "fail _complete", timeout=20, grace=20)
     assert caught.value.failures.keys() == {0, 1}
     assert "disk full" in caught.value.failures[1]
 

@@ -105,7 +105,7 @@ def mismatched(directory: Path) -> None:
 
 def test_a_file_as_large_as_a_shard_is_not_taken_for_one(pool2: Pool) -> None:
     with pytest.raises(RankFailed, match="ignore_mismatched_sizes") as failed:
-        pool2.run(mismatched, with_directory=True)
+        pool2.run(mismatched, with_directory=True, grace=30)
     assert set(failed.value.failures) == {0, 1}
 
 

@@ -258,7 +258,7 @@ def bad_heads() -> None:
 )
 def test_a_model_that_tp_does_not_fit_is_refused_on_every_rank(function: Any, message: str, pool2: Pool) -> None:
     with pytest.raises(RankFailed, match=message) as error:
-        pool2.run(function)
+        pool2.run(function, grace=30)
     assert set(error.value.failures) == {0, 1}
 
 
