@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
-from lightning_automodel._compat.groups import all_gather
+from lightning_automodel._compat.groups import all_gather, reduce_scatter
 from lightning_automodel._compat.tensors import written_output
-from lightning_automodel.distributed.pairwise import scatter_sum
 from lightning_automodel.distributed.second_order import is_differentiated
 
 
@@ -122,7 +121,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         x = torch.cat([x, x.new_zeros(shape)], dim)
     parts = torch.stack(x.chunk(ranks, dim)) if dim else x.contiguous()
     out = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
-    scatter_sum(out, parts.flatten(0, 1) if dim else parts, group)
+    reduce_scatter(out, parts.flatten(0, 1) if dim else parts, group=group)
     return out.narrow(dim, 0, shard_bounds(size, ranks, group.rank())[1])
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.library import custom_op
 
-from lightning_automodel._compat import groups
 from lightning_automodel._compat.groups import group_of_name, timeout_of
 
 _TAG = 71  # of the first message to a rank and upward, so that no other is taken for one
@@ -52,18 +51,7 @@ def reduce_scatter(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGr
         group: over gloo, of two ranks or more.
         mean: divide the sums by the ranks.
     """
-    _reduce_scatter(outputs, inputs, group.group_name, mean)
-
-
-def scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-    """Sums ``input`` [ranks * n, ...] over the ranks, of which each keeps a part: ``output`` [n, ...].
-
-    By messages over gloo; by torch's own collective elsewhere, and where a compiler traces it.
-    """
-    if input.is_cpu and group.size() > 1 and not torch.compiler.is_compiling() and goes_over_gloo(group):
-        reduce_scatter([output], [input], group)
-    else:
-        groups.reduce_scatter(output, input, group=group)
+    _reduce_scatter(outputs, inputs, mean, group.group_name)
 
 
 @custom_op("lightning_automodel::all_gather", mutates_args={"outputs"}, device_types="cpu")
@@ -80,7 +68,7 @@ def _all_gather(outputs: list[Tensor], inputs: list[Tensor], group: str) -> None
 
 
 @custom_op("lightning_automodel::reduce_scatter", mutates_args={"outputs"}, device_types="cpu")
-def _reduce_scatter(outputs: list[Tensor], inputs: list[Tensor], group: str, mean: bool) -> None:
+def _reduce_scatter(outputs: list[Tensor], inputs: list[Tensor], mean: bool, group: str) -> None:
     members = group_of_name(group)
     own, ranks = members.rank(), members.size()
     parts = list(zip(*(_parts(whole, ranks) for whole in inputs), strict=True))  # by rank

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_automodel._compat.groups import reduce_scatter
 from lightning_automodel._compat.tensors import written_output
 from lightning_automodel.distributed.collectives import shard_bounds
-from lightning_automodel.distributed.pairwise import scatter_sum
 
 Bounds = tuple[int, int]
 
@@ -149,7 +149,7 @@ def sum_rows(x: Tensor, dim: int, rows: Rows) -> Tensor:
     """Reduce-scatter a whole tensor on ``dim``: the sum over the ranks, of which each gets its own rows."""
     parts = rows.arrange(x.movedim(dim, 0), 0).contiguous()
     out = parts.new_empty([max(rows.counts), *parts.shape[1:]])
-    scatter_sum(out, parts, rows.group)
+    reduce_scatter(out, parts, group=rows.group)
     return out[: rows.count].movedim(0, dim).contiguous()
 
 

@@ -78,8 +78,8 @@ def test_a_loss_without_logits_of_an_adapted_head_is_refused(pool2: Pool) -> Non
 
 
 def reduced_and_trained(sizes: dict[str, int]) -> dict[str, Any]:
-    """Runs on each rank: bytes in reductions over data ranks, and those of the gradients of adapters: padded, each with
-    a flag that says whether a rank has it.
+    """Runs on each rank: bytes in reductions over data ranks, and those of the gradients of adapters, each with a flag
+    that says whether a rank has it.
     """
     model = adapted("llama", "all-linear")
     mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
@@ -90,10 +90,10 @@ def reduced_and_trained(sizes: dict[str, int]) -> dict[str, Any]:
     with Collectives({}) as collectives:
         loss.backward()
     held = torch.tensor([local_tensor(p).numel() for p in model.parameters() if p.requires_grad])
-    dist.all_reduce(held, dist.ReduceOp.MAX)
+    dist.all_reduce(held, group=data.get_group())
     return {
         "reduced": sum(n for kind, n in collectives.found["bytes"].items() if "reduce-scatter" in kind),
-        "trained": (int(held.sum()) + len(held)) * data.size() * torch.float32.itemsize,
+        "trained": (int(held.sum()) + len(held) * data.size()) * torch.float32.itemsize,
         "frozen": [n for n, p in model.named_parameters() if not p.requires_grad and p.grad is not None],
     }
 

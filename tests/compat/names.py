@@ -96,6 +96,9 @@ ATTRIBUTES = {
     ),
     f"{FSDP}._fsdp_state:FSDPState": (
         "_auto_reshard_after_forward",
+        "_comm_ctx",
+        "_is_root",
+        "_modules_to_run_forward",
         "_register_pre_backward_hook",
         "_root_post_backward_final_callback",
         "_state_ctx",

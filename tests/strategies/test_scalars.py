@@ -121,9 +121,10 @@ def round_apart() -> list[float]:
     """Runs on each rank, where sums are rounded unlike: NCCL adds in an order of the rank that a sum is for."""
     add = fsdp2_over_gloo.reduce_scatter
 
-    def rounded(output: Tensor, input: Tensor, group: Any) -> None:
-        add(output, input, group)
-        output.mul_(1 + 1e-4 * group.rank())
+    def rounded(outputs: list[Tensor], inputs: list[Tensor], group: Any, mean: bool) -> None:
+        add(outputs, inputs, group, mean)
+        for output in outputs:
+            output.mul_(1 + 1e-4 * group.rank())
 
     module = EachItsOwn()
     with pytest.MonkeyPatch.context() as patch:
