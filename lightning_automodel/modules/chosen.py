@@ -6,6 +6,8 @@
     self.heads[task](x)                                        chosen
     for i, expert in enumerate(self.experts):
         if (chosen == i).any(): ... expert(x[chosen == i])     chosen
+    for _ in range(steps):                                     chosen: a rank may call all of them more often
+        for layer in self.layers: x = layer(x)
 
 What is gathered alone has to be called by all ranks alike, which layers that samples choose are not.
 """
@@ -44,7 +46,44 @@ def _chooses(tree: ast.AST, name: str) -> bool:
         not isinstance(node.slice, ast.Constant | ast.Slice) and not _names(node.slice) & chains for node in members
     ):
         return True
+    fixed = _fixed(tree)
+    if any(_calls_in_turns(node, name) for node in _of_training(tree) if _is_of_any_length(node, fixed)):
+        return True
     return any(_skips(loop.body, _called_in(loop, name)) for loop in loops)
+
+
+def _fixed(tree: ast.AST) -> set[str]:
+    """Find the names of what is the same in every pass, in functions of a class: what is computed from attributes."""
+    fixed = {"self", "len", "range", "int", "min", "max"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and _names(node.value) <= fixed:
+            fixed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return fixed
+
+
+def _of_training(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk through a tree, past what is done without gradients."""
+    if not (isinstance(tree, ast.With) and any("no_grad" in ast.unparse(item) for item in tree.items)):
+        yield tree
+        for child in ast.iter_child_nodes(tree):
+            yield from _of_training(child)
+
+
+def _is_of_any_length(node: ast.AST, fixed: set[str]) -> TypeGuard[ast.For | ast.While]:
+    """Tell whether a loop is passed through as often as an argument or a value says."""
+    if isinstance(node, ast.For):
+        return _counts(node.iter) and not _names(node.iter) <= fixed
+    return isinstance(node, ast.While)
+
+
+def _calls_in_turns(loop: ast.For | ast.While, name: str) -> bool:
+    """Tell whether each pass through a loop calls members again; not those that it counts through."""
+    counted = _names(loop.target) if isinstance(loop, ast.For) else set()
+    if any(isinstance(node, ast.For) and node is not loop and _called_in(node, name) for node in ast.walk(loop)):
+        return True
+    called = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
+    members = (node.slice for node in called if isinstance(node, ast.Subscript) and _is_list(node.value, name))
+    return any(isinstance(index, ast.Constant) or not counted & _names(index) for index in members)
 
 
 def _takes(node: ast.AST) -> TypeGuard[ast.Call | ast.Assign | ast.NamedExpr]:

@@ -93,11 +93,56 @@ class LeftOut(Holder):
         return x
 
 
-@pytest.mark.parametrize("kind", [Chain, Indexed, Read, Recomputed])
+class Deepens(Holder):
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+class Halts(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = self.layers[0](x)
+        return x
+
+
+class PerImage(Holder):
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        return torch.cat([self.each(x, i) for i in range(len(sizes))])
+
+    def each(self, x: Tensor, sizes: Tensor) -> Tensor:
+        found = []
+        for i in range(len(sizes)):
+            part = x[i]
+            for j in range(3):
+                part = self.layers[j](part)
+            found.append(part)
+        return torch.cat(found)
+
+
+class Deep(Holder):
+    """Passes its layers as often as it was built for, and in an evaluation by chunks of the sequence."""
+
+    times = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.times
+        for _ in range(times):
+            for layer in self.layers:
+                x = layer(x)
+        with torch.no_grad():
+            while len(x) > 1:
+                x = self.layers[0](x)[1:]
+        return x
+
+
+@pytest.mark.parametrize("kind", [Chain, Indexed, Read, Recomputed, Deep])
 def test_a_chain(kind: type[Holder]) -> None:
     assert list(find_independent_blocks(kind())) == ["layers.0", "layers.1", "layers.2"]
 
 
-@pytest.mark.parametrize("kind", [Task, Inherits, Named, Experts, Hit, LeftOut])
+@pytest.mark.parametrize("kind", [Task, Inherits, Named, Experts, Hit, LeftOut, Deepens, Halts, PerImage])
 def test_what_is_chosen_belongs_to_its_holder(kind: type[Holder]) -> None:
     assert find_independent_blocks(kind()) == {}
