@@ -170,7 +170,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if name in saved["state"]:
-            state[i] = _targets(parameter, saved["state"][name], pairs)
+            state[i] = _states_of(parameter, saved["state"][name], pairs)
     own = _targets(torch.empty(0), {k: v for k, v in saved.items() if k not in ("state", "param_groups")}, pairs)
     fetch(pairs)
     groups = _groups_for(optimizer, saved["param_groups"], iter(names))
@@ -326,6 +326,14 @@ def _of_no_parameter(saved: State, pairs: list[tuple[Tensor, StoredTensor | Tens
     """Allocate what an optimizer keeps for all parameters together, whole on each rank, and note what is read."""
     names = {name for group in saved["param_groups"] for name in group["params"]}
     return {key: _targets(torch.empty(0), value, pairs) for key, value in saved["state"].items() if key not in names}
+
+
+def _states_of(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:
+    """Allocate the states of one parameter; a count of its steps is no part of it, as torch has it for that name."""
+    if "step" not in saved or as_stored(parameter).ndim:
+        return _targets(parameter, saved, pairs)
+    owners = {key: torch.empty(0) if key == "step" else parameter for key in saved}
+    return {key: _targets(owners[key], value, pairs) for key, value in saved.items()}
 
 
 def _targets(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:

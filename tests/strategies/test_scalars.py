@@ -160,7 +160,13 @@ def train_on(layout: str, path: Path, resume: Path | None, kind: str) -> dict[st
     saver = [] if resume else [SaveAfter(path, 3)]
     settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     make_trainer(strategy, callbacks=saver, **settings).fit(module, batches(data), ckpt_path=resume)
-    return {"losses": module.losses, "parameters": whole_parameters(module)}
+    (optimizer,) = module.trainer.optimizers
+    steps = [state["step"] for state in optimizer.state.values()]
+    return {
+        "losses": module.losses,
+        "parameters": whole_parameters(module),
+        "steps": {(type(step), float(step)) for step in steps},
+    }
 
 
 @pytest.mark.parametrize("source", with_long(LAYOUTS, *list(LAYOUTS)[1:]))
@@ -177,6 +183,7 @@ def test_it_goes_on_in_any_layout(source: str, pool2: Pool, pool4: Pool, tmp_pat
         again = start(layout, path, "fused" if index % 2 else "foreach")
         assert again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-6), layout
         assert largest_difference(again, whole) < 5e-6, layout
+        assert again["steps"] == whole["steps"] == {(Tensor, 4.0)}, layout
 
 
 def tiny_clip() -> CLIPModel:
