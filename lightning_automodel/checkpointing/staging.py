@@ -41,7 +41,7 @@ class Staging:
         Raises:
             ValueError: if a living process writes a checkpoint of this name, whose parts would be mixed with ours.
         """
-        with suppress(FileNotFoundError):  # another run deletes what is empty, and the folder is made again below
+        with suppress(FileNotFoundError, FileExistsError):  # another run deletes what is empty; it is made again below
             self.folder.parent.make_folder()
         while not self._has_begun():
             _wait_for_other_writers(self.folder, self.target)
