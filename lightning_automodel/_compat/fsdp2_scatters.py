@@ -107,9 +107,12 @@ def _copy(buffer: _Gradients, other: _Gradients) -> _Gradients:
     return buffer
 
 
+_COLLECTS = ("chunk_cat", "chunk_cat_mixed_dtype")
+"""The latter from torch 2.15 on: of gradients of several dtypes."""
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.ops.fsdp.chunk_cat: _collect,
+    **{getattr(torch.ops.fsdp, name): _collect for name in _COLLECTS if hasattr(torch.ops.fsdp, name)},
     Tensor.view: lambda buffer, *shape: buffer,
     Tensor.div_: _divide,
-    Tensor.copy_: _copy,  # torch 2.15: from another dtype
+    Tensor.copy_: _copy,  # behind torch 2.15: from another dtype
 }

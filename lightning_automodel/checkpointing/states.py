@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel._compat.dtensor import dtensor_from
 from lightning_automodel._compat.modules import load_hooks_of_users
-from lightning_automodel._compat.pytree import tree_map_only
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
+from lightning_automodel.checkpointing.targets import allocate, targets_of, targets_of_none
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter, map_tensors, stored_state
@@ -166,12 +165,12 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     saved = _by_name(saved, names, [len(group["params"]) for group in optimizer.param_groups])
     _warn_of_others(optimizer, names, [name for group in saved["param_groups"] for name in group["params"]])
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
-    state: dict[Any, Any] = _of_no_parameter(saved, pairs)
+    state: dict[Any, Any] = targets_of_none(saved, pairs)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if name in saved["state"]:
-            state[i] = _states_of(parameter, saved["state"][name], pairs)
-    own = _targets(torch.empty(0), {k: v for k, v in saved.items() if k not in ("state", "param_groups")}, pairs)
+            state[i] = targets_of(parameter, saved["state"][name], pairs)
+    own = allocate(torch.empty(0), {k: v for k, v in saved.items() if k not in ("state", "param_groups")}, pairs)
     fetch(pairs)
     groups = _groups_for(optimizer, saved["param_groups"], iter(names))
     optimizer.load_state_dict({**own, "state": state, "param_groups": groups})
@@ -320,39 +319,3 @@ def _groups_for(optimizer: Optimizer, saved: list[State], names: Any) -> list[St
         match = next((g for g in saved if own and own[0] in g["params"]), {})
         groups.append({**group, **match, "params": group["params"]})
     return groups
-
-
-def _of_no_parameter(saved: State, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> State:
-    """Allocate what an optimizer keeps for all parameters together, whole on each rank, and note what is read."""
-    names = {name for group in saved["param_groups"] for name in group["params"]}
-    return {key: _targets(torch.empty(0), value, pairs) for key, value in saved["state"].items() if key not in names}
-
-
-def _states_of(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:
-    """Allocate the states of one parameter; a count of its steps is no part of it, as torch has it for that name."""
-    if "step" not in saved or as_stored(parameter).ndim:
-        return _targets(parameter, saved, pairs)
-    owners = {key: torch.empty(0) if key == "step" else parameter for key in saved}
-    return {key: _targets(owners[key], value, pairs) for key, value in saved.items()}
-
-
-def _targets(parameter: Tensor, saved: Any, pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> Any:
-    """Allocate the states of one parameter, and note for each tensor what is to be read into it."""
-
-    def target(value: StoredTensor | Tensor) -> Tensor:
-        found = _empty_for(parameter, value)
-        pairs.append((like_parameter(parameter, found), value))
-        return found
-
-    return tree_map_only((StoredTensor, Tensor), target, saved)
-
-
-def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:
-    """Allocates a state: sharded as its parameter if it has the same shape, else whole on each rank."""
-    if tuple(value.shape) == tuple(as_stored(parameter).shape):
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    whole = torch.empty(value.shape, dtype=value.dtype, device=parameter.device if value.shape else "cpu")
-    if not isinstance(parameter, DTensor) or not value.shape:
-        return whole
-    mesh = parameter.device_mesh
-    return dtensor_from(whole, mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride())
