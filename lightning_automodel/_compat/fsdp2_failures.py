@@ -34,7 +34,7 @@ def go_on_after_failures(modules: Iterable[nn.Module]) -> None:
         module.register_forward_hook(_end, always_call=True)
 
 
-def end_failed_backward(module: nn.Module) -> None:
+def _begin(module: nn.Module, args: tuple) -> None:
     """Free what a backward pass through an FSDP2 unit has left gathered, if an exception ended it."""
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     context = state._state_ctx
@@ -51,10 +51,6 @@ def end_failed_backward(module: nn.Module) -> None:
             clear_gradient_of(held)
         type(group).finalize_backward(group)  # waits for reductions that were begun
     state._comm_ctx.post_forward_order.clear()
-
-
-def _begin(module: nn.Module, args: tuple) -> None:
-    end_failed_backward(module)
 
 
 def _end(module: nn.Module, args: tuple, output: Any) -> None:

@@ -72,7 +72,7 @@ class _ScattersInPlace:
 class _Gradients(Tensor):
     """Stands for the buffer that FSDP2 fills, and holds in its place the tensors that would be copied into it."""
 
-    held: list[Tensor]
+    held: Sequence[Tensor] = ()
 
     @staticmethod
     def __new__(cls, empty: Tensor) -> "_Gradients":
@@ -81,7 +81,12 @@ class _Gradients(Tensor):
 
     def release(self) -> list[Tensor]:
         """Return them, contiguous and of this dtype; this holds them no more."""
-        held, self.held = self.held, []
+        if not self.held:
+            raise RuntimeError(
+                f"FSDP2 of torch {torch.__version__} collects gradients by an operation that is not known here, and "
+                "over gloo they are sent without being collected; use torch 2.11 to 2.15, or DDPStrategy"
+            )
+        held, self.held = self.held, ()
         return [x.to(self.dtype).contiguous() for x in held]
 
     @classmethod
