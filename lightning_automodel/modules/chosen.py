@@ -8,6 +8,8 @@
         if (chosen == i).any(): ... expert(x[chosen == i])     chosen
     for _ in range(steps):                                     chosen: a rank may call all of them more often
         for layer in self.layers: x = layer(x)
+    for image in images:                                       so, too, and where a method of its own does the same
+        for layer in self.layers: image = layer(image)
 
 What is gathered alone has to be called by all ranks alike, which layers that samples choose are not.
 """
@@ -15,10 +17,13 @@ What is gathered alone has to be called by all ranks alike, which layers that sa
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import TypeGuard
 
 from torch import nn
+
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+_Loop = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
 def is_chosen_from(holder: nn.Module, name: str) -> bool:
@@ -46,19 +51,30 @@ def _chooses(tree: ast.AST, name: str) -> bool:
         not isinstance(node.slice, ast.Constant | ast.Slice) and not _names(node.slice) & chains for node in members
     ):
         return True
-    fixed = _fixed(tree)
-    if any(_calls_in_turns(node, name) for node in _of_training(tree) if _is_of_any_length(node, fixed)):
+    fixed, callers = _fixed(tree), _callers(tree, name)
+    if any(_calls_in_turns(node, name, callers) for node in _of_training(tree) if _is_of_any_length(node, fixed)):
         return True
     return any(_skips(loop.body, _called_in(loop, name)) for loop in loops)
 
 
 def _fixed(tree: ast.AST) -> set[str]:
     """Find the names of what is the same in every pass, in functions of a class: what is computed from attributes."""
-    fixed = {"self", "len", "range", "int", "min", "max"}
+    fixed = {"self", "len", "range", "int", "min", "max", "list", "tuple", "sorted", "reversed", "enumerate"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and _names(node.value) <= fixed:
+        if isinstance(node, ast.Assign) and _is_fixed(node.value, fixed):
             fixed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.For) and _is_fixed(node.iter, fixed):
+            fixed |= _names(node.target)
     return fixed
+
+
+def _is_fixed(many: ast.AST, fixed: set[str]) -> bool:
+    """Tell whether something has the same length in every pass."""
+    if isinstance(many, ast.Tuple | ast.List) and not any(isinstance(part, ast.Starred) for part in many.elts):
+        return True
+    if isinstance(many, ast.Call) and isinstance(many.func, ast.Name) and many.func.id in {"enumerate", "zip"}:
+        return any(_is_fixed(part, fixed) for part in many.args)
+    return _names(many) <= fixed
 
 
 def _of_training(tree: ast.AST) -> Iterator[ast.AST]:
@@ -69,21 +85,55 @@ def _of_training(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _of_training(child)
 
 
-def _is_of_any_length(node: ast.AST, fixed: set[str]) -> TypeGuard[ast.For | ast.While]:
+def _callers(tree: ast.AST, name: str) -> set[str]:
+    """Find the methods that call members of a list, or one another of these; what calls ``forward`` generates."""
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "forward"]
+    callers: set[str] = set()
+    while more := {
+        method.name
+        for method in methods
+        if method.name not in callers and any(_reaches(node, name, callers) for node in ast.walk(method))
+    }:
+        callers |= more
+    return callers
+
+
+def _reaches(node: ast.AST, name: str, callers: set[str], counted: Set[str] = frozenset()) -> bool:
+    """Tell whether members are called there: in a loop through them, by an index, or by a method that does.
+
+    Args:
+        node: of a tree.
+        name: of the list.
+        callers: those methods.
+        counted: an index that has one of these names says nothing: the loop around counts through members.
+    """
+    if isinstance(node, ast.For):
+        return bool(_called_in(node, name))
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    if isinstance(called, ast.Subscript) and _is_list(called.value, name):
+        return isinstance(called.slice, ast.Constant) or not counted & _names(called.slice)
+    return isinstance(called, ast.Attribute) and called.attr in callers and ast.unparse(called.value) == "self"
+
+
+def _is_of_any_length(node: ast.AST, fixed: set[str]) -> TypeGuard[_Loop]:
     """Tell whether a loop is passed through as often as an argument or a value says."""
     if isinstance(node, ast.For):
-        return _counts(node.iter) and not _names(node.iter) <= fixed
+        return not _is_fixed(node.iter, fixed)
+    if isinstance(node, _COMPREHENSIONS):
+        return not all(_is_fixed(part.iter, fixed) for part in node.generators)
     return isinstance(node, ast.While)
 
 
-def _calls_in_turns(loop: ast.For | ast.While, name: str) -> bool:
+def _calls_in_turns(loop: _Loop, name: str, callers: set[str]) -> bool:
     """Tell whether each pass through a loop calls members again; not those that it counts through."""
-    counted = _names(loop.target) if isinstance(loop, ast.For) else set()
-    if any(isinstance(node, ast.For) and node is not loop and _called_in(node, name) for node in ast.walk(loop)):
-        return True
-    called = (node.func for node in ast.walk(loop) if isinstance(node, ast.Call))
-    members = (node.slice for node in called if isinstance(node, ast.Subscript) and _is_list(node.value, name))
-    return any(isinstance(index, ast.Constant) or not counted & _names(index) for index in members)
+    counted: set[str] = set()
+    if isinstance(loop, ast.For):
+        counted = _names(loop.target)
+    elif isinstance(loop, _COMPREHENSIONS):
+        counted = {index for part in loop.generators for index in _names(part.target)}
+    return any(_reaches(node, name, callers, counted) for node in ast.walk(loop) if node is not loop)
 
 
 def _takes(node: ast.AST) -> TypeGuard[ast.Call | ast.Assign | ast.NamedExpr]:

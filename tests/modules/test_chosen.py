@@ -122,6 +122,47 @@ class PerImage(Holder):
         return torch.cat(found)
 
 
+class OfImages(Holder):
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        found = []
+        for image in images:
+            for layer in self.layers:
+                image = layer(image)
+            found.append(image)
+        return found
+
+
+class Encoded(Holder):
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        return [self.one(image) for image in images]
+
+    def one(self, image: Tensor) -> Tensor:
+        return self.encode(image).relu()
+
+    def encode(self, image: Tensor) -> Tensor:
+        for layer in self.layers:
+            image = layer(image)
+        return image
+
+
+class Twice(Holder):
+    """Passes its layers once for each of two arguments, and for each member of a list of its own."""
+
+    def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        sides = []
+        for side in (left, right):
+            for layer in self.layers:
+                side = layer(side)
+            sides.append(side)
+        for _, (other, side) in enumerate(zip(self.children(), sides, strict=False)):
+            for layer in self.layers:
+                side = layer(other(side))
+        return [self.encode(side) for side in [left, right]]
+
+    def encode(self, image: Tensor) -> Tensor:
+        return self.layers[0](self.layers[1](image))
+
+
 class Deep(Holder):
     """Passes its layers as often as it was built for, and in an evaluation by chunks of the sequence."""
 
@@ -138,11 +179,14 @@ class Deep(Holder):
         return x
 
 
-@pytest.mark.parametrize("kind", [Chain, Indexed, Read, Recomputed, Deep])
+@pytest.mark.parametrize("kind", [Chain, Indexed, Read, Recomputed, Deep, Twice])
 def test_a_chain(kind: type[Holder]) -> None:
     assert list(find_independent_blocks(kind())) == ["layers.0", "layers.1", "layers.2"]
 
 
-@pytest.mark.parametrize("kind", [Task, Inherits, Named, Experts, Hit, LeftOut, Deepens, Halts, PerImage])
+CHOSEN = [Task, Inherits, Named, Experts, Hit, LeftOut, Deepens, Halts, PerImage, OfImages, Encoded]
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
 def test_what_is_chosen_belongs_to_its_holder(kind: type[Holder]) -> None:
     assert find_independent_blocks(kind()) == {}

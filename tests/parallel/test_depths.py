@@ -51,6 +51,18 @@ class Halts(Deepens):
         return self.last(self.layers[2](x))
 
 
+class Looks(Deepens):
+    """Passes a list, by a method of its own."""
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return self.last(sum(self.encode(part) for part in [self.first(x)] * times))
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def gradients(kind: type[Deepens], sizes: dict[str, int] | None) -> list[list[Tensor]]:
     """Runs on each rank, or on one process with the samples of both: those of each step."""
     torch.manual_seed(0)
@@ -70,7 +82,7 @@ def gradients(kind: type[Deepens], sizes: dict[str, int] | None) -> list[list[Te
     return found
 
 
-@pytest.mark.parametrize("kind", [Deepens, Halts])
+@pytest.mark.parametrize("kind", [Deepens, Halts, Looks])
 def test_ranks_may_differ_in_depth(kind: type[Deepens], nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(gradients, kind, None)
     for found in pool2.run(gradients, kind, {"dp_shard": 2}):
