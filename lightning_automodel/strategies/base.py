@@ -24,6 +24,7 @@ from lightning_automodel._compat.lightning import (
     choose_checkpoint_paths,
     optimizers_to_device,
     set_callbacks_for_epoch,
+    skips_backward,
 )
 from lightning_automodel._compat.modules import have_gradient_hooks
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
@@ -80,6 +81,14 @@ class SharedHooks(SavingStrategy):
         """Receives the output of every evaluation step, and returns it."""
         return output
 
+    def note_reading(self, is_read: bool) -> None:
+        """Receives whether forward passes from now on are called to be read (in a hook, for a metric), so that no
+        backward pass follows, whatever their outputs say.
+        """
+
+    def free_gathered(self) -> None:
+        """Frees what forward passes without a backward pass have left gathered."""
+
     # ---- the module --------------------------------------------------------------------------------------------------
 
     @property
@@ -121,6 +130,7 @@ class SharedHooks(SavingStrategy):
         self.precision_plugin.guard.settle()
         self._background.wait()
         self._preemption.check_finally()
+        self.note_reading(False)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -208,6 +218,7 @@ class SharedHooks(SavingStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self.note_reading(True)  # by hooks
         self.choose_trained()
         begin_next_epoch(self._trainer)
         self.go_on_monitoring()
@@ -245,7 +256,12 @@ class SharedHooks(SavingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._draws.begin(self._trainer)
         self._last_gradients.free(self._trainer, self.optimizers)
-        return metrics.plain_output(super().training_step(*args, **kwargs))
+        self.note_reading(False)
+        output = metrics.plain_output(super().training_step(*args, **kwargs))
+        if output is None or not self._module.automatic_optimization or skips_backward(self._trainer):
+            self.free_gathered()  # no backward pass follows
+            self.note_reading(True)
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,6 +280,12 @@ class SharedHooks(SavingStrategy):
         self._evaluation.record("predict_step", args)
         self._preemption.check()
         return self.after_evaluation_step(super().predict_step(*args, **kwargs))
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._module.automatic_optimization:
+            self.note_reading(True)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

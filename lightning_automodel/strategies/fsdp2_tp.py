@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
 from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
-from lightning_automodel._compat.lightning import default_timeout, set_device, skips_backward
+from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -237,13 +237,15 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 f"{name} has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
             )
         self._units, self._roots = fsdp_units(self._module), fsdp_roots(self._module)
-        call_to_read(self._roots, True)  # by hooks
         super().on_train_start()
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        call_to_read(self._roots, False)
+    def note_reading(self, is_read: bool) -> None:
+        call_to_read(self._roots, is_read)
+
+    @override
+    def free_gathered(self) -> None:
+        reshard(self._module)
 
     @override
     def check_gradient_hooks(self) -> None:
@@ -253,22 +255,9 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             refuse_hooks_after_accumulation(self._module, f"{why}; register it before training begins")
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        call_to_read(self._roots, False)
-        output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        by_hand = not self.lightning_module.automatic_optimization
-        if output is None or by_hand or skips_backward(self._trainer):  # no backward pass follows
-            reshard(self.lightning_module)
-            call_to_read(self._roots, True)
-        return output
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         follow_what_trains(self._units)
-        if self._module.automatic_optimization:
-            call_to_read(self._roots, True)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -274,33 +274,17 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
             self._passes.is_accumulating = False
 
     @override
-    def on_train_start(self) -> None:
-        self._passes.is_read = True  # by hooks
-        super().on_train_start()
+    def note_reading(self, is_read: bool) -> None:
+        self._passes.is_read = is_read
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._passes.is_read = False
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._passes.is_read = False
-        output = super().training_step(*args, **kwargs)
-        if output is None or not self._module.automatic_optimization:  # no backward pass follows
-            self._sharded.end_forward(is_trained=False)
-            self._passes.is_read = True
-        return output
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        self._passes.is_read = self._module.automatic_optimization
+    def free_gathered(self) -> None:
+        self._sharded.end_forward(is_trained=False)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._module.automatic_optimization:
-            self._sharded.end_forward(is_trained=False)  # hooks of the step see what it changes
+            self.free_gathered()  # hooks of the step see what it changes
         return super().optimizer_step(*args, **kwargs)
 
     @override
