@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.layouts import LAYOUTS as LAYOUTS_OF_TRAINERS
+from tests.support.subjects import gather_part
 from tests.support.training import VOCABULARY, Descending, batches, make_trainer, tiny_llama
 
 STEPS, FAILED = 5, (1, 3)
@@ -155,17 +157,22 @@ class SkipsBadSamples(Descending):
         optimizer.step()
 
 
-def fit(fails_in: str, strategy: Any, data_ranks: int) -> list[Tensor]:
+def fit(fails_in: str, strategy: Any, data_ranks: int) -> list[Tensor | None]:
     module = SkipsBadSamples(fails_in)
     try:
         make_trainer(strategy, max_epochs=1).fit(module, batches(data_ranks))
     finally:
         Faulty.fails_in = None
-    return [whole(p.detach()) for p in module.parameters()]
+    return [gather_part(p) for p in module.parameters()]
 
 
+def fit_on_ranks(fails_in: str, layout: str) -> list[Tensor | None]:
+    return fit(fails_in, LAYOUTS_OF_TRAINERS[layout].make(), LAYOUTS_OF_TRAINERS[layout].data_size)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "megatron2-dp2", "megatron3-dp2"])
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_a_trainer_goes_on(fails_in: str, pool2: Pool) -> None:
+def test_a_trainer_goes_on(fails_in: str, layout: str, pool2: Pool) -> None:
     expected = fit(fails_in, SingleDeviceStrategy(torch.device("cpu")), 1)
-    for found in pool2.run(fit, fails_in, {"dp_shard": 2}, 2, trainer=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    found = pool2.run(fit_on_ranks, fails_in, layout, trainer=True)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
