@@ -232,6 +232,12 @@ def disagreeing_parameters(model: nn.Module, units: Iterable[FSDPModule]) -> Ite
             yield held.sharded_param
 
 
+def gathered_copies(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield what is gathered now: the module that has it in the place of a shard, its name, and the copy."""
+    for held in _gathered(units):
+        yield held._module_info.module, held._module_info.param_name, held.unsharded_param
+
+
 def note_what_trains(units: Iterable[FSDPModule]) -> None:
     """Note of gathered copies whether they require a gradient, for :func:`follow_what_trains`."""
     for held in _gathered(units):

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_automodel._compat.clearing import clear_with_others
-from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
+from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given, writes_into
 from lightning_automodel._compat.fsdp2 import (
     clear_behind_copies,
     disagreeing_parameters,
     fsdp_units,
+    gathered_copies,
     is_copied_from,
     is_kept_gathered,
     note_what_trains,
@@ -38,11 +39,12 @@ def watch_gathered(model: nn.Module) -> None:
     stale ones, and gradients of gradients.
     """
     units = fsdp_units(model)
+    behind = _LooksBehind(units)
     model.register_forward_pre_hook(_CheckCopies(units), prepend=True)
+    model.register_forward_pre_hook(behind.check_writes, prepend=True)
     for unit in units:  # any of them may be called by itself
         assert isinstance(unit, nn.Module)
         unit.register_forward_pre_hook(_TakesData(), prepend=True)
-    behind = _LooksBehind(units)
     model.register_forward_hook(behind)
     clear_with_others(behind)
     _watched_in_steps().add(behind)
@@ -55,6 +57,17 @@ def call_to_read(roots: Iterable[FSDPModule], is_read: bool) -> None:
     """
     for root in roots:
         vars(root)[_IS_READ] = is_read
+
+
+def free(units: Iterable[FSDPModule]) -> None:
+    """Free what no backward pass needs: models that were called to be read (a teacher, one that others train against).
+
+    What is gathered is a copy: it would not notice that ``requires_grad`` of a parameter changes before the next
+    forward pass, and changes of its values by hand would be lost.
+    """
+    for unit in units:
+        if not is_kept_gathered(unit):
+            unit.reshard()
 
 
 def free_copies(units: Iterable[FSDPModule], optimizer: Optimizer) -> None:
@@ -124,6 +137,24 @@ class _LooksBehind:
 
     def __init__(self, units: list[FSDPModule]) -> None:
         self.units = units
+        self._copies: list[tuple[nn.Module, str, Tensor, int]] = []
+
+    def check_writes(self, model: nn.Module, args: tuple) -> None:
+        """Refuse what was written into copies behind the last forward pass: they are freed, or will be.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        copies, self._copies = self._copies, []
+        for owner, name, copy, writes in copies:
+            if writes_into(copy) != writes:
+                path = next((f"{path}." for path, part in model.named_modules() if part is owner and path), "")
+                raise ValueError(
+                    f"{path}{name} of {class_names(model)[0]} was written into behind a forward pass, where it is a "
+                    "gathered copy that the backward pass frees: the sharded parameter has not changed. Write before "
+                    "the model is called (on_train_batch_start), or behind the backward pass (on_train_batch_end); "
+                    "call a model that no backward pass follows within torch.no_grad()"
+                )
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
         """Clear the gradients of shards, of which ``zero_grad`` of a module has met the copies."""
@@ -131,21 +162,11 @@ class _LooksBehind:
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
         if not (begins := differentiable(output)) or vars(model).get(_IS_READ):
-            _free(model)
+            free(fsdp_units(model))
         elif not torch.compiler.is_compiling():
             note_what_trains(self.units)
+            self._copies = [(*found, writes_into(found[2])) for found in gathered_copies(self.units)]
             register_multi_grad_hook(begins, _check_order, mode="any")
-
-
-def _free(model: nn.Module) -> None:
-    """Free a model that was called to be read (a teacher, a model that others train against).
-
-    What is gathered is a copy: it would not notice that ``requires_grad`` of a parameter changes before the next
-    forward pass, and changes of its values by hand would be lost.
-    """
-    for unit in fsdp_units(model):
-        if not is_kept_gathered(unit):
-            unit.reshard()
 
 
 def _check_order(grad: Tensor) -> None:

@@ -30,7 +30,7 @@ from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.copied_views import warn_of_copied_views
 from lightning_automodel.parallel.fsdp2 import fsdp_roots, gradients_held, reshard
-from lightning_automodel.parallel.gathered import call_to_read, free_copies
+from lightning_automodel.parallel.gathered import call_to_read, free, free_copies
 from lightning_automodel.parallel.hooks_of_users import (
     find_hook_after_accumulation,
     refuse_hooks_after_accumulation,
@@ -245,7 +245,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def free_gathered(self) -> None:
-        reshard(self._module)
+        free(self._units)
 
     @override
     def check_gradient_hooks(self) -> None:
@@ -265,6 +265,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         reduce_what_waits(self._units)
         if self._module.automatic_optimization:
             refuse_unreduced(self._module, self._units)
+            self.free_gathered()  # models that the backward pass has not reached
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
