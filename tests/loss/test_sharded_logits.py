@@ -164,7 +164,6 @@ def test_functions_of_torch_are_right_or_refused(names: Set[str] | None, pool2: 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-
 class Reversed(torch.autograd.Function):
     """Returns what it gets, as FSDP2 does with all that enters a unit."""
 
