@@ -40,7 +40,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
+from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME, run_before_backward, run_before_steps
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
 from lightning_automodel.strategies.submodels import (
     Submodel,
@@ -82,6 +82,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     strategy_name = "fsdp2_tp"
     _runs_hooks = False  # of users, on gradients as they are accumulated
+    _is_watched = False  # by hooks of users, between a forward pass and its backward pass
+    _has_hooks_of_steps = False  # of users, which run before each
 
     def __init__(
         self,
@@ -237,6 +239,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 f"{name} has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
             )
         self._units, self._roots = fsdp_units(self._module), fsdp_roots(self._module)
+        self._is_watched = run_before_backward(self._module, self._callbacks)
+        self._has_hooks_of_steps = run_before_steps(self._module, self._callbacks)
         call_to_read(self._roots, True)  # by hooks
         super().on_train_start()
 
@@ -261,12 +265,16 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         if output is None or by_hand or skips_backward(self._trainer):  # no backward pass follows
             reshard(self.lightning_module)
             call_to_read(self._roots, True)
+        elif self._is_watched:
+            reshard(self.lightning_module)  # the backward pass gathers again
         return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         follow_what_trains(self._units)
+        if self._is_watched:
+            reshard(self._module)
         if self._module.automatic_optimization:
             call_to_read(self._roots, True)
 
@@ -281,7 +289,10 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._module.automatic_optimization:
             refuse_unreduced(self._module, self._units)
-            free_copies(self._units, optimizer)  # hooks of the step see what it changes
+            if self._has_hooks_of_steps:  # which see what it changes, and models that it does not
+                reshard(self._module)
+            else:
+                free_copies(self._units, optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
