@@ -80,7 +80,7 @@ def read_between_micro_batches(module: "pl.LightningModule", callbacks: Iterable
 
 
 def run_before_backward(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:
-    """Tell whether hooks of a user's run between a forward pass and its backward pass, where they may meet parameters."""
+    """Tell whether hooks of a user's run between a forward pass and its backward pass, where parameters are copies."""
     of_module = any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "backward"))
     return of_module or _overridden(("on_before_zero_grad", "on_before_backward"), module, callbacks)
 
