@@ -18,6 +18,7 @@ from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
 from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
 from lightning_automodel._compat.lightning import default_timeout, set_device, skips_backward
+from lightning_automodel._compat.modules import hooks_after_accumulation_kept
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -163,6 +164,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         parallelize(module, self.device_mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
 
     @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._runs_hooks = find_hook_after_accumulation(self._module) is not None
+        super().setup(trainer)
+
+    @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
         refuse_prompts(module, self.sizes.tp)
@@ -206,7 +212,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        move(self.model, self.root_device)
+        with hooks_after_accumulation_kept(self.model):  # of shards that are copied autograd lets go
+            move(self.model, self.root_device)
         set_device(self.model, self.root_device)
 
     @override

@@ -204,6 +204,17 @@ class HookedLater(Steps):
         self.model.model.norm.weight.register_post_accumulate_grad_hook(halve)
 
 
+class HookedEarly(HookedLater):
+    """The same on what sharding replaces, before it."""
+
+    def change(self) -> None:
+        self.other = None
+        super().on_fit_start()
+
+    def on_fit_start(self) -> None:
+        pass
+
+
 class BehindEachBackward(Steps):
     """Changes gradients behind the backward pass of each micro-batch, in no way that a later one could make good."""
 
@@ -354,6 +365,7 @@ KINDS = (
     OwnNorms,
     Drawn,
     HookedLater,
+    HookedEarly,
     BehindEachBackward,
     Adversaries,
     ReadBeforeSteps,
@@ -361,7 +373,10 @@ KINDS = (
     BetweenPasses,
     Unfrozen,
 )
-FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
+FAST = [
+    *((kind, "fsdp2-dp2") for kind in KINDS[:-1]),
+    *((kind, "fsdp2-tp2") for kind in (HookedEarly, Sharpened, Unfrozen)),
+]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
