@@ -1,6 +1,7 @@
 """Private names of torch's modules: the tables that public methods read, and write with checks only."""
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,6 +79,18 @@ def gradient_hooks_of(parameter: nn.Parameter) -> list[Any]:
 def hooks_after_accumulation(parameter: nn.Parameter) -> list[Any]:
     """Returns what ``parameter.register_post_accumulate_grad_hook`` was given."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+@contextmanager
+def hooks_after_accumulation_kept(model: nn.Module) -> Generator[None, None, None]:
+    """Let parameters that are put in the place of others, within this context, have the hooks that these were given by
+    ``register_post_accumulate_grad_hook``: the very dict, of which the handles of users remove them.
+    """
+    before = {n: h for n, p in model.named_parameters() if (h := p._post_accumulate_grad_hooks)}
+    yield
+    for name, parameter in model.named_parameters() if before else ():
+        if name in before:
+            parameter._post_accumulate_grad_hooks = before[name]
 
 
 def have_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:

@@ -219,6 +219,14 @@ def _reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return replace(logits, local=local, dim=len(shape) - 1)
 
 
+def _view_as(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Give logits that are viewed as they are, which autograd does where a function of somebody's returns its input."""
+    logits, other = (*args, *kwargs.values())
+    if not isinstance(logits, LogitShard) or tuple(other.shape) != logits.shape:
+        return NotImplemented
+    return replace(logits, local=logits.local.view_as(logits.local))
+
+
 def _getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Index dimensions other than the vocabulary, which is the last and stays so."""
     logits, key = args
@@ -293,6 +301,7 @@ FUNCTIONS: dict[str, Callable[[Callable, tuple, dict[str, Any]], Any]] = {
     "nll_loss": _bound(_nll_loss),
     "__getitem__": _getitem,
     **dict.fromkeys(("view", "reshape", "flatten"), _reshape),
+    "view_as": _view_as,
     **dict.fromkeys(_MOVES, _views),
     **dict.fromkeys(_POINTWISE, _pointwise),
 }

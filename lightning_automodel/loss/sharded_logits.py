@@ -9,6 +9,7 @@ What a function gets, and where it is decided::
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_automodel._compat.dtensor import whole_shape
 from lightning_automodel._compat.dtensor_gradients import to_local
 from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
-from lightning_automodel.distributed.collectives import gather
+from lightning_automodel.distributed.collectives import gather, shard_bounds
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.loss.logit_shard import LogitShard
 from lightning_automodel.loss.sharded_functions import FUNCTIONS
@@ -115,7 +116,19 @@ def join_shards(local: Tensor, mesh: DeviceMesh, size: int, dim: int = -1) -> Sh
     dim = dim % local.ndim
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
-    return _sharded(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride))
+    logits = _sharded(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride))
+    if logits.requires_grad:
+        logits.register_hook(partial(_cut, mesh, dim))
+    return logits
+
+
+def _cut(mesh: DeviceMesh, dim: int, gradient: Tensor) -> Tensor:
+    """Cut a whole gradient, equal on all ranks, as the logits are: a function of somebody's own returns such ones."""
+    if isinstance(gradient, DTensor):
+        return gradient
+    start, length = shard_bounds(gradient.shape[dim], mesh.size(), mesh.get_local_rank())
+    local, shape, stride = gradient.narrow(dim, start, length), gradient.shape, gradient.stride()
+    return DTensor.from_local(local.contiguous(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
 
 
 def _name(func: Callable) -> str:

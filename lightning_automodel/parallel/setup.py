@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_automodel._compat.modules import hooks_after_accumulation_kept
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.parallel.fsdp2 import FSDP2Sharding
@@ -46,7 +47,8 @@ class FSDP2Setup:
         refuse_gradient_hooks(model)
         axes = find_axes(mesh, self.axis_names)
         sharding = FSDP2Sharding(self.config, self.mp_policy, axes, self.fully_shard_fn)
-        return apply_stages(model, axes, self.config, sharding, self.param_dtype)
+        with hooks_after_accumulation_kept(model):
+            return apply_stages(model, axes, self.config, sharding, self.param_dtype)
 
     def to_keywords(self) -> dict[str, Any]:
         """Spell the setup as keyword arguments of :meth:`ParallelizationStrategy.parallelize`."""

@@ -18,6 +18,7 @@ from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
 from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
 from lightning_automodel._compat.lightning import default_timeout, set_device
+from lightning_automodel._compat.modules import hooks_after_accumulation_kept
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -40,7 +41,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
+from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME, run_before_backward, run_before_steps
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
 from lightning_automodel.strategies.submodels import (
     Submodel,
@@ -82,6 +83,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     strategy_name = "fsdp2_tp"
     _runs_hooks = False  # of users, on gradients as they are accumulated
+    _is_watched = False  # by hooks of users, between a forward pass and its backward pass
+    _has_hooks_of_steps = False  # of users, which run before each
 
     def __init__(
         self,
@@ -161,6 +164,11 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         parallelize(module, self.device_mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
 
     @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._runs_hooks = find_hook_after_accumulation(self._module) is not None
+        super().setup(trainer)
+
+    @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
         refuse_prompts(module, self.sizes.tp)
@@ -204,7 +212,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        move(self.model, self.root_device)
+        with hooks_after_accumulation_kept(self.model):  # of shards that are copied autograd lets go
+            move(self.model, self.root_device)
         set_device(self.model, self.root_device)
 
     @override
@@ -237,6 +246,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 f"{name} has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
             )
         self._units, self._roots = fsdp_units(self._module), fsdp_roots(self._module)
+        self._is_watched = run_before_backward(self._module, self._callbacks)
+        self._has_hooks_of_steps = run_before_steps(self._module, self._callbacks)
         super().on_train_start()
 
     @override
@@ -245,6 +256,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def free_gathered(self) -> None:
+        follow_what_trains(self._units)
         free(self._units)
 
     @override
@@ -255,9 +267,19 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             refuse_hooks_after_accumulation(self._module, f"{why}; register it before training begins")
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        if self._is_watched:
+            self.free_gathered()  # the backward pass gathers again
+        return output
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        follow_what_trains(self._units)
+        if self._is_watched:
+            self.free_gathered()
+        else:
+            follow_what_trains(self._units)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -271,7 +293,10 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._module.automatic_optimization:
             refuse_unreduced(self._module, self._units)
-            free_copies(self._units, optimizer)  # hooks of the step see what it changes
+            if self._has_hooks_of_steps:  # which see what it changes, and models that it does not
+                self.free_gathered()
+            else:
+                free_copies(self._units, optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override

@@ -79,6 +79,21 @@ def read_between_micro_batches(module: "pl.LightningModule", callbacks: Iterable
     return _name_gradients([thing.on_after_backward for thing in own], kinds)
 
 
+def run_before_backward(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:
+    """Tell whether hooks of a user's run between a forward pass and its backward pass, where parameters are copies."""
+    of_module = any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "backward"))
+    return of_module or _overridden(("on_before_zero_grad", "on_before_backward"), module, callbacks)
+
+
+def run_before_steps(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:
+    """Tell whether hooks of a user's run before steps by hand, of whatever model."""
+    return _overridden(("on_before_optimizer_step",), module, callbacks)
+
+
+def _overridden(hooks: Iterable[str], module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:
+    return any(is_overridden(hook, thing) for thing in (module, *callbacks) for hook in hooks)
+
+
 def _name_gradients(functions: Iterable[Callable[..., object]], kinds: Iterable[type]) -> bool:
     return any(
         "grad" in strings_in(code) or any(map(_is_of_gradients, names_in(code)))

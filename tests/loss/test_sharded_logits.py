@@ -163,6 +163,33 @@ def test_functions_of_torch_are_right_or_refused(names: Set[str] | None, pool2: 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
+
+class Reversed(torch.autograd.Function):
+    """Returns what it gets, as FSDP2 does with all that enters a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class OwnLoss(torch.autograd.Function):
+    """Makes a whole gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor) -> Tensor:
+        ctx.save_for_backward(x.softmax(-1), target)
+        return F.cross_entropy(x, target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        probabilities, target = ctx.saved_tensors
+        return gradient * (probabilities - F.one_hot(target, VOCABULARY)) / len(target), None
+
+
 LABELS = torch.tensor([[1, 9, -100], [0, 10, 7]])
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "log_softmax and gather": lambda x: x.log_softmax(-1).gather(-1, IDS[..., None]).sum(),
@@ -180,6 +207,8 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "distance": lambda x: (x - OTHER).square().mean(),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), OTHER.log_softmax(-1), log_target=True, reduction="batchmean"),
     "one": lambda x: x[0, 1, 7] * 2 + x[1].sum(),
+    "reversed": lambda x: (Reversed.apply(x.exp()) @ OTHER.mT).square().sum() + x.logsumexp(-1).sum(),
+    "loss of one's own": lambda x: OwnLoss.apply(x[:, 1:].flatten(0, 1), IDS[:, 1:].flatten()) + x.logsumexp(-1).sum(),
 }
 SCALE = torch.tensor(0.7, requires_grad=True)
 USUAL = (

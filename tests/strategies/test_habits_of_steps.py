@@ -204,6 +204,17 @@ class HookedLater(Steps):
         self.model.model.norm.weight.register_post_accumulate_grad_hook(halve)
 
 
+class HookedEarly(HookedLater):
+    """The same on what sharding replaces, before it."""
+
+    def change(self) -> None:
+        self.other = None
+        super().on_fit_start()
+
+    def on_fit_start(self) -> None:
+        pass
+
+
 class BehindEachBackward(Steps):
     """Changes gradients behind the backward pass of each micro-batch, in no way that a later one could make good."""
 
@@ -242,7 +253,10 @@ class Unfrozen(Steps):
 
 
 class Adversaries(Steps):
-    """The loop of torch's tutorial: what one model made is read by the other, then trained against it, in one graph."""
+    """The loop of torch's tutorial: what one model made is read by the other, then trained against it, in one graph.
+
+    Hooks of steps see the gradients of both.
+    """
 
     automatic_optimization = False
 
@@ -260,9 +274,6 @@ class Adversaries(Steps):
         self.model.zero_grad()
         self.manual_backward(-0.1 * self.other(inputs_embeds=made, labels=batch[0]).loss)
         first.step()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (self.model, self.other)]
@@ -309,6 +320,25 @@ class ReadInHooks(Steps):
                 parameter.mul_(0.99)
 
 
+class BetweenPasses(MeanTeacher):
+    """Moves weights, lets the copy follow, and clears gradients in hooks before the backward pass."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        super().on_train_batch_end()
+        self.numbers += [float(parameter.norm()) for parameter in self.model.parameters()]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
 def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
     chosen = LAYOUTS[layout] if layout else None
     module = kind()
@@ -335,13 +365,18 @@ KINDS = (
     OwnNorms,
     Drawn,
     HookedLater,
+    HookedEarly,
     BehindEachBackward,
     Adversaries,
     ReadBeforeSteps,
     ReadInHooks,
+    BetweenPasses,
     Unfrozen,
 )
-FAST = [*((kind, "fsdp2-dp2") for kind in KINDS[:-1]), (Sharpened, "fsdp2-tp2"), (Unfrozen, "fsdp2-tp2")]
+FAST = [
+    *((kind, "fsdp2-dp2") for kind in KINDS[:-1]),
+    *((kind, "fsdp2-tp2") for kind in (HookedEarly, Sharpened, Unfrozen)),
+]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
