@@ -22,10 +22,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
 from lightning_automodel.plans.additions import ATTENDS_WITHIN_TOKENS, MIXES_TOKENS, WHOLE_STREAM
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks, runs_others_between
-from lightning_automodel.plans.tokenwise import code_of, is_measured, keeps_tokens_apart, takes_no_tokens_apart
+from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart, takes_no_tokens_apart
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 ROWS_OF_ATTENTION = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
@@ -158,7 +159,7 @@ def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: d
     layout.lists.append(BlockList(names, after, holder))
     for name, block in blocks.items():
         unknown = set(ordered_arguments(block)[1:]) - _ARGUMENTS_OF_BLOCKS - _states_of(block)
-        if not unknown <= handed_to_children(block) or not keeps_tokens_apart(block):
+        if not unknown <= handed_to_children(block) or not keeps_tokens_apart(block) or _takes_any(block):
             layout.gathered_blocks.add(name)
             continue
         layout.children |= _treatments_of_children(block, name)
@@ -212,6 +213,12 @@ def hands_on(model: nn.Module, inner: str) -> bool:
                 names.append(name)
     head = {name for name, child in model.named_children() if child is head_of(model) and _is_apart(child)}
     return found and all(n in _PASSING or n in head or n.endswith(("Output", "WithPast")) for n in names)
+
+
+def _takes_any(block: nn.Module) -> bool:
+    """Tell whether ``block`` takes arguments without a name."""
+    parameters = inspect.signature(type(block).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
 
 
 def _is_apart(module: nn.Module) -> bool:

@@ -15,7 +15,6 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +24,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+
+from lightning_automodel.modules.forward import code_of
 
 _MEASURED = ("transformers.", "torch.nn.", "peft.", "lightning_automodel.")
 _OF_TORCH = "torch.nn."
@@ -102,11 +103,6 @@ def _takes_all(index: ast.expr, kept: set[str]) -> bool:
     if isinstance(index, ast.Tuple):
         return all(ast.unparse(part) == ":" or ast.unparse(part) in kept for part in index.elts)
     return isinstance(index, ast.Constant) and isinstance(index.value, int | str)
-
-
-def code_of(module: nn.Module) -> Callable:
-    """Return the function that a call of ``module`` runs: that of its class, or what was assigned to ``forward``."""
-    return inspect.unwrap(vars(module).get("forward", type(module).forward))
 
 
 def is_measured(module: nn.Module) -> bool:

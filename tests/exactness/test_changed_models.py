@@ -1,6 +1,7 @@
 """Models of transformers that somebody changed: other modules in a place, layers among theirs, code of one's own."""
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans.context import derive_context_layout
@@ -77,6 +79,32 @@ def with_assigned_code() -> nn.Module:
     return model
 
 
+def with_assigned_ends() -> nn.Module:
+    """What tensor parallelism and the loss put something around."""
+    model: Any = tiny_model("llama")
+    for end, before in ((model.model.embed_tokens, False), (model.lm_head, True)):
+        end.forward = partial(_mixed, end.forward, before)
+    return model
+
+
+def _mixed(forward: Callable[[Tensor], Tensor], before: bool, x: Tensor) -> Tensor:
+    return forward(x + x.cumsum(1) / 8) if before else forward(x) + forward(x).cumsum(1) / 8
+
+
+class AnyArguments(LlamaDecoderLayer):
+    """Hands on what it is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def with_any_arguments() -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.__class__ = AnyArguments
+    return model
+
+
 def with_another_norm() -> nn.Module:
     model: Any = tiny_model("llama")
     model.model.norm = Mixed(model.model.norm)
@@ -104,7 +132,7 @@ def with_code_of_its_own() -> nn.Module:
 
 
 CHANGED: list[Callable[[], nn.Module]] = [
-    *(with_other_feed_forwards, with_assigned_code, with_another_norm),
+    *(with_other_feed_forwards, with_assigned_code, with_assigned_ends, with_any_arguments, with_another_norm),
     *(with_another_layer, with_code_of_its_own, with_another_head),
 ]
 
