@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel._compat.modules import load_hooks_of_users
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
-from lightning_automodel.checkpointing.targets import allocate, targets_of, targets_of_none
+from lightning_automodel.checkpointing.targets import allocate, targets_of, targets_of_none, with_their_dtypes
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter, map_tensors, stored_state
@@ -146,7 +146,9 @@ def restore_model(
         nn.Module.load_state_dict(model, others, strict=False)  # a method of the model's own has seen all of ``source``
 
 
-def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def restore_optimizer(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], weights: Mapping[str, Any] | None = None
+) -> None:
     """Gives ``optimizer`` the state ``saved``; each rank reads its part. Collective.
 
     Args:
@@ -154,6 +156,7 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
         optimizer: built for ``model``; it need not have made a step.
         saved: from :func:`optimizer_state`, or the ``state_dict()`` of an optimizer with the same parameters in the
             same order on any number of devices. Tensors may be stored in a checkpoint folder.
+        weights: that were saved with it, by name. Where a parameter has the dtype that it had, its states keep theirs.
 
     Raises:
         ValueError: if the numbers of parameters differ, or a state does not fit its parameter, or is of another class.
@@ -174,6 +177,10 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, saved: Mapping[str
     fetch(pairs)
     groups = _groups_for(optimizer, saved["param_groups"], iter(names))
     optimizer.load_state_dict({**own, "state": state, "param_groups": groups})
+    dtypes = {clean_name(name): getattr(value, "dtype", None) for name, value in (weights or {}).items()}
+    for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        if i in state and parameter in optimizer.state and dtypes.get(name) == parameter.dtype:
+            with_their_dtypes(optimizer.state[parameter], state[i], parameter.dtype)
 
 
 def _refuse_copies(model: nn.Module, targets: State) -> None:

@@ -1,6 +1,6 @@
 """Allocates what the states of an optimizer are read into: sharded as parameters are, or whole on each rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -50,3 +50,20 @@ def _empty_for(parameter: Tensor, value: StoredTensor | Tensor) -> Tensor:
         return whole
     mesh = parameter.device_mesh
     return dtensor_from(whole, mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride())
+
+
+def with_their_dtypes(loaded: Any, read: Any, dtype: torch.dtype) -> Any:
+    """Put states back that ``load_state_dict`` has cast to the ``dtype`` of their parameter: ``read`` in another one.
+
+    torch takes states for numbers of that dtype, and optimizers keep sums in float64, weights in float32 beside those
+    in bfloat16, and counts.
+    """
+    if isinstance(read, Tensor) and isinstance(loaded, Tensor):
+        was_cast = loaded.dtype == dtype != read.dtype and loaded.shape == read.shape
+        return read.to(loaded.device) if was_cast else loaded
+    if isinstance(read, Mapping) and isinstance(loaded, MutableMapping):
+        for key in read.keys() & loaded.keys():
+            loaded[key] = with_their_dtypes(loaded[key], read[key], dtype)
+    elif isinstance(read, list | tuple) and type(loaded) is type(read) and len(loaded) == len(read):
+        return type(loaded)(with_their_dtypes(*pair, dtype) for pair in zip(loaded, read, strict=True))
+    return loaded

@@ -10,7 +10,6 @@ A model that is called without labels returns whole logits, so a loss that a use
 
 import inspect
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +27,12 @@ from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, cro
 from lightning_automodel.loss.kernels import check_kernel
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
+from lightning_automodel.modules.forward import Around, code_of, wrap_forward
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, unwrapped
 
 _CALLS = "_calls_with_labels"
+_INSTALLED = "_gives_logits_to_a_loss"
 _WHOLE_LOSS = "_loss_of_whole_sequences"
 _CHUNK_OF_KERNELS = 1  # they choose their own
 
@@ -212,8 +213,10 @@ def _linear_heads(head: Any) -> list[nn.Linear]:
 
 
 def _has_own_forward(head: nn.Module) -> bool:
-    """Tells whether a class derived from ``nn.Linear`` may give something else than the product with its weight."""
-    return isinstance(head, nn.Linear) and type(head).forward is not nn.Linear.forward
+    """Tells whether a class derived from ``nn.Linear``, or code assigned to ``forward``, may give something else than
+    the product with its weight.
+    """
+    return isinstance(head, nn.Linear) and code_of(head) is not nn.Linear.forward
 
 
 def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:
@@ -234,10 +237,12 @@ def _install_heads(
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
     name = type(owner).__name__
-    forward = _deferred_forward(shard, config, name) if config else _split_forward(shard, tp_mesh)
+    around = _deferred_forward(shard, config, name) if config else _split_forward(shard, tp_mesh)
     for head in heads:
         vars(head)[_CALLS] = _calls(_head_of(owner))
-        head.forward = MethodType(forward, head)  # type: ignore[method-assign]
+        if not vars(head).setdefault(_INSTALLED, False):  # a model around another one has the same head
+            vars(head)[_INSTALLED] = True
+            wrap_forward(head, around)
 
 
 def _enter_model(model: PreTrainedModel) -> Callable:
@@ -280,22 +285,23 @@ def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
     return output
 
 
-def _split_forward(shard: VocabShard, tp_mesh: DeviceMesh) -> Callable[[nn.Linear, Tensor], Tensor]:
-    def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        logits = type(self).forward(self, input)  # [..., vocab / tp]
-        return join_shards(logits, tp_mesh, shard.size) if _has_labels(self) else logits
+def _split_forward(shard: VocabShard, tp_mesh: DeviceMesh) -> Around:
+    def around(head: nn.Module, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        logits = forward(*args, **kwargs)  # [..., vocab / tp]
+        return join_shards(logits, tp_mesh, shard.size) if _has_labels(head) else logits
 
-    return forward
+    return around
 
 
-def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> Callable[[nn.Linear, Tensor], Tensor]:
-    def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        if not _has_labels(self):
-            return type(self).forward(self, input)
+def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> Around:
+    def around(head: nn.Module, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        if not _has_labels(head):
+            return forward(*args, **kwargs)
+        assert isinstance(head, nn.Linear)
         recipe = LinearRecipe(
-            hidden=input,
-            weight=self.weight,
-            bias=self.bias,
+            hidden=args[0] if args else kwargs["input"],
+            weight=head.weight,
+            bias=head.bias,
             shard=shard,
             chunk_size=config.chunked_loss or _CHUNK_OF_KERNELS,
             kernel=config.loss_kernel,
@@ -303,4 +309,4 @@ def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> C
         )
         return DeferredLogits.from_recipe(recipe)
 
-    return forward
+    return around

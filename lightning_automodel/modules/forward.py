@@ -6,6 +6,7 @@
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
@@ -21,6 +22,11 @@ Snapshot = Callable[[nn.Module], Context]
 
 _INNER = "_forwards_inside_of_wrappers"
 _SNAPSHOTS = "_what_a_recomputation_finds"
+
+
+def code_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that a call of ``module`` runs: that of its class, or what was assigned to ``forward``."""
+    return inspect.unwrap(vars(module).get("forward", type(module).forward))
 
 
 def wrap_forward(module: nn.Module, around: Around) -> None:

@@ -16,6 +16,7 @@ _LIBRARIES = (
 
 
 _PARTS = "_where_hooks_see_parts"
+_WHOLE = ("Outputs of whole attention and feed-forward layers", "Gradients of whole blocks")
 _INSTEAD = (
     "change gradients in on_before_optimizer_step of the LightningModule (before clipping: in on_after_backward of the "
     "last micro-batch), or use DDPStrategy"
@@ -51,7 +52,13 @@ def refuse_hooks_after_accumulation(model: nn.Module, why: str) -> None:
         raise ValueError(f"{name} has a hook (register_post_accumulate_grad_hook): {why}; {_INSTEAD}")
 
 
-def warn_of_parts(model: nn.Module, seeing_parts: Sequence[str], why: str, boundaries: Sequence[str] = ()) -> None:
+def warn_of_parts(
+    model: nn.Module,
+    seeing_parts: Sequence[str],
+    why: str,
+    boundaries: Sequence[str] = (),
+    whole: tuple[str, str] = _WHOLE,
+) -> None:
     """Warn once of hooks that will see a rank's part of what they see on one process.
 
     Args:
@@ -59,33 +66,33 @@ def warn_of_parts(model: nn.Module, seeing_parts: Sequence[str], why: str, bound
         seeing_parts: names of modules inside of which, or behind which, values are split.
         why: what splits them.
         boundaries: names of modules whose gradients are summed over ranks when they have left their hooks.
+        whole: which outputs, and which gradients, are those of one process.
     """
-    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, boundaries))
+    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, boundaries, whole))
     forward = [name for name in seeing_parts if any(map(_is_of_user, hooks_of(model.get_submodule(name))))]
     around = dict.fromkeys([*boundaries, *seeing_parts])
     backward = [name for name in around if any(map(_is_of_user, backward_hooks_of(model.get_submodule(name))))]
     if forward:
         warn_once(
             f"{_first(forward)}: a forward hook of yours will see a rank's part of the values there ({why}); what it "
-            "computes from them is not what one process computes. Outputs of whole attention and feed-forward layers "
-            "are whole"
+            f"computes from them is not what one process computes. {whole[0]} are whole"
         )
     if backward:
         warn_once(
             f"{_first(backward)}: a backward hook of yours will see a rank's part of the gradients there ({why}); what "
-            "it computes from them is not what one process computes. Gradients of whole blocks are whole"
+            f"it computes from them is not what one process computes. {whole[1]} are whole"
         )
 
 
 def warn_of_later_hooks(module: nn.Module) -> None:
     """Look again at the models in ``module`` that were made parallel: hooks may have come since."""
     for model in module.modules():
-        for seeing_parts, why, boundaries in vars(model).pop(_PARTS, ()):
-            warn_of_parts(model, seeing_parts, why, boundaries)
+        for arguments in vars(model).pop(_PARTS, ()):
+            warn_of_parts(model, *arguments)
 
 
 def _first(names: Sequence[str]) -> str:
-    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+    return f"{names[0] or 'the model'}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
 def _is_of_user(hook: Any) -> bool:

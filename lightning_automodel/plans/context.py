@@ -22,10 +22,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
 from lightning_automodel.plans.additions import ATTENDS_WITHIN_TOKENS, MIXES_TOKENS, WHOLE_STREAM
-from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks
-from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart
+from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks, runs_others_between
+from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart, takes_no_tokens_apart
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 ROWS_OF_ATTENTION = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
@@ -152,16 +153,27 @@ def _add_list(layout: ContextLayout, model: nn.Module, list_name: str, blocks: d
     holder = _model_around(model, parent)
     names = list(blocks)
     above = model.get_submodule(parent)
-    after = set(names) if computes_between_blocks(above) else set()
-    if names_of(above) & _SHAPES or parent != holder or not is_measured(above):  # what follows is not only a norm
+    after = set(names) if computes_between_blocks(above) or runs_others_between(model, list_name, names) else set()
+    if names_of(above) & _SHAPES or parent != holder or not _keeps_rows_behind(above, blocks):
         after.add(names[-1])
     layout.lists.append(BlockList(names, after, holder))
     for name, block in blocks.items():
         unknown = set(ordered_arguments(block)[1:]) - _ARGUMENTS_OF_BLOCKS - _states_of(block)
-        if not unknown <= handed_to_children(block) or not keeps_tokens_apart(block):
+        if not unknown <= handed_to_children(block) or not keeps_tokens_apart(block) or _takes_any(block):
             layout.gathered_blocks.add(name)
             continue
         layout.children |= _treatments_of_children(block, name)
+
+
+def _keeps_rows_behind(holder: nn.Module, blocks: dict[str, nn.Module]) -> bool:
+    """Tell whether ``holder`` treats every token alone behind its blocks: known code, and no modules of a user's.
+
+    Models inside of it (of images) run before.
+    """
+    models = (module for module in holder.modules() if isinstance(module, PreTrainedModel) and module is not holder)
+    within = {id(module) for part in (*blocks.values(), *models) for module in part.modules()}
+    others = (module for module in holder.modules() if id(module) not in within)
+    return is_measured(holder) and all(map(keeps_tokens_apart, others))
 
 
 def _treatments_of_children(block: nn.Module, name: str) -> dict[str, Treatment]:
@@ -190,21 +202,33 @@ def hands_on(model: nn.Module, inner: str) -> bool:
     """Tells whether all that the forward pass of ``model`` names after its attribute ``inner`` treats rows alone."""
     names: list[str] = []
     found = False
-    for instruction in dis.get_instructions(inspect.unwrap(type(model).forward)):
+    if not takes_no_tokens_apart(model):
+        return False
+    for instruction in dis.get_instructions(code_of(model)):
         name = instruction.argval
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
             if name == inner:
                 names, found = [], True
             else:
                 names.append(name)
-    head = {name for name, child in model.named_children() if child is head_of(model)}
+    head = {name for name, child in model.named_children() if child is head_of(model) and _is_apart(child)}
     return found and all(n in _PASSING or n in head or n.endswith(("Output", "WithPast")) for n in names)
+
+
+def _takes_any(block: nn.Module) -> bool:
+    """Tell whether ``block`` takes arguments without a name."""
+    parameters = inspect.signature(type(block).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+
+
+def _is_apart(module: nn.Module) -> bool:
+    return all(map(keeps_tokens_apart, module.modules()))
 
 
 def handed_to_children(block: nn.Module) -> set[str]:
     """Find the arguments that the forward pass of ``block`` does nothing with but call its children with them."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(block).forward))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code_of(block))))
     except (OSError, TypeError, SyntaxError):
         return set()
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
@@ -275,7 +299,7 @@ def _attends_to_tokens(module: nn.Module) -> bool:
 
 def names_of(module: nn.Module) -> set[str]:
     """List the names that the code of the module's forward uses."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(code_of(module), "__code__", None)
     return set(code.co_names) if code else set()
 
 

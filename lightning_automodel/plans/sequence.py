@@ -75,7 +75,8 @@ def derive_sequence_layout(
             layout.mixing |= mixing
             continue
         holder = model.get_submodule(list_name.rpartition(".")[0])
-        layout.block_lists += [[name] for name in names] if computes_between_blocks(holder) else [names]
+        is_apart = computes_between_blocks(holder) or runs_others_between(model, list_name, names)
+        layout.block_lists += [[name] for name in names] if is_apart else [names]
         for name in names:
             children = {
                 child: _collectives(child, boundaries, styles_below(child))
@@ -97,6 +98,13 @@ def computes_between_blocks(holder: nn.Module) -> bool:
     takes_features = any(name.startswith("deepstack") for name in inspect.signature(holder.forward).parameters)
     is_known = takes_features or any(name in WHOLE_BETWEEN_BLOCKS for name in class_names(holder))
     return is_known or not loops_keep_tokens_apart(holder)
+
+
+def runs_others_between(model: nn.Module, list_name: str, blocks: list[str]) -> bool:
+    """Tell whether a list of ``model`` holds more than ``blocks``: a user's layers among those of a model, say."""
+    members = model.get_submodule(list_name)
+    others = {f"{list_name}.{name}" for name, member in members.named_children() if not isinstance(member, nn.Identity)}
+    return isinstance(members, CONTAINERS) and not others <= set(blocks)
 
 
 def _whole_children(module: nn.Module, name: str, planned: set[str]) -> list[str]:

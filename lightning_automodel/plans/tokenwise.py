@@ -6,8 +6,9 @@
     x.pow(2).mean(-1)                           what works on the last dimension           tokens stay apart
     q @ k.transpose(-2, -1), x[:, 1:], cumsum   anything else                              tokens may meet
 
-Code of torch's modules, and of transformers' models that write text, is compared with one process family by family;
-other code is a user's, comes with a checkpoint, or is of a model of transformers that sees, hears or forecasts.
+Code of transformers' models that write text is compared with one process family by family; other code is a user's,
+comes with a checkpoint, or is of a model of transformers that sees, hears or forecasts. What a user assigns to
+``forward`` of a single module is a user's as well. Of torch's modules it is known which ones work on features alone.
 """
 
 import ast
@@ -24,7 +25,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from lightning_automodel.modules.forward import code_of
+
 _MEASURED = ("transformers.", "torch.nn.", "peft.", "lightning_automodel.")
+_OF_TORCH = "torch.nn."
+_ON_FEATURES = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
+_HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _MODELS = "transformers.models."
 _APART = {
     *("torch", "nn", "functional", "F", "math", "gelu", "silu", "relu", "sigmoid", "tanh", "softplus"),
@@ -34,16 +40,26 @@ _APART = {
     "append",
 }
 _ON_LAST = {"chunk", "split", "mean", "sum", "var", "norm", "softmax", "cat"}
-_BUILTINS = {"isinstance", "int", "float", "tuple", "len", "bool", "getattr", "hasattr"}
+_BUILTINS = {"isinstance", "int", "float", "tuple", "bool", "getattr", "hasattr"}
 _NEVER = (ast.For, ast.While, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp, ast.MatMult)
 
 
 def keeps_tokens_apart(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, treats every token alone."""
     if is_measured(module):
-        return True
+        return not code_of(module).__module__.startswith(_OF_TORCH) or _works_on_features(module)
     body = _body(module)
     return body is not None and _are_apart(body, module)
+
+
+def _works_on_features(module: nn.Module) -> bool:
+    """Tell whether a module of torch's works on the last dimension of [batch, seq, features], or on single elements."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return len(module.normalized_shape) == 1
+    if isinstance(module, (*_ON_FEATURES, *_HOLDING)):
+        return True
+    is_activation = type(module).__module__ == nn.GELU.__module__ and not isinstance(module, nn.Softmax2d)
+    return is_activation and next(module.parameters(), None) is None and getattr(module, "dim", -1) == -1
 
 
 def loops_keep_tokens_apart(holder: nn.Module) -> bool:
@@ -51,12 +67,47 @@ def loops_keep_tokens_apart(holder: nn.Module) -> bool:
     if is_measured(holder):
         return True
     loops = [node for statement in _body(holder) or [] for node in ast.walk(statement) if isinstance(node, ast.For)]
-    return bool(loops) and all(_are_apart(loop.body, holder) for loop in loops)
+    called = [child for loop in loops for statement in loop.body for child in _children_in(statement, holder)]
+    are_apart = all(map(keeps_tokens_apart, (inner for child in called for inner in child.modules())))
+    return bool(loops) and are_apart and all(_are_apart(loop.body, holder) for loop in loops)
+
+
+def _children_in(statement: ast.stmt, module: nn.Module) -> list[nn.Module]:
+    names = [node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute) and _is_of_self(node)]
+    return [child for name in names if isinstance(child := getattr(module, name, None), nn.Module)]
+
+
+def takes_no_tokens_apart(model: nn.Module) -> bool:
+    """Tell whether the forward pass of ``model`` picks no tokens by an index, and has nothing else that reads on.
+
+    But for those that its caller asks for with ``logits_to_keep``: what reads this knows of that argument.
+    """
+    if is_measured(model):
+        return True
+    nodes = [node for statement in _body(model) or [] for node in ast.walk(statement)]
+    kept = {name for node in nodes if isinstance(node, ast.Assign) for name in _names_of_kept(node)}
+    return bool(nodes) and not any(
+        isinstance(node, _NEVER) or (isinstance(node, ast.Subscript) and not _takes_all(node.slice, kept))
+        for node in nodes
+    )
+
+
+def _names_of_kept(node: ast.Assign) -> list[str]:
+    """List the variables that an assignment makes of ``logits_to_keep``."""
+    is_kept = any(isinstance(name, ast.Name) and name.id == "logits_to_keep" for name in ast.walk(node.value))
+    return [target.id for target in node.targets if isinstance(target, ast.Name)] if is_kept else []
+
+
+def _takes_all(index: ast.expr, kept: set[str]) -> bool:
+    """Tell whether an index is of a tuple or a dict, or takes all tokens but for those that were asked for."""
+    if isinstance(index, ast.Tuple):
+        return all(ast.unparse(part) == ":" or ast.unparse(part) in kept for part in index.elts)
+    return isinstance(index, ast.Constant) and isinstance(index.value, int | str)
 
 
 def is_measured(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` is code whose numbers are compared with one process's."""
-    where = inspect.unwrap(type(module).forward).__module__
+    where = getattr(code_of(module), "__module__", None) or ""
     is_of_model = where.startswith(_MODELS)
     return where.startswith(_MEASURED) and (not is_of_model or where.split(".")[2] in _families_that_write())
 
@@ -74,7 +125,7 @@ def _families_that_write() -> frozenset[str]:
 
 def _body(module: nn.Module) -> list[ast.stmt] | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code_of(module))))
     except (OSError, TypeError, SyntaxError):
         return None
     return tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else None
@@ -87,8 +138,9 @@ def _are_apart(body: list[ast.stmt], module: nn.Module) -> bool:
 def _is_apart(node: ast.AST, module: nn.Module) -> bool:
     if isinstance(node, _NEVER):
         return False
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int | str)
+    if isinstance(node, ast.Subscript):  # one index is of a tuple or of the batch, a second one may be of tokens
+        is_first = not isinstance(node.value, ast.Subscript)
+        return is_first and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int | str)
     if isinstance(node, ast.Attribute):
         return node.attr in _APART | _ON_LAST or _is_known(node, module)
     if isinstance(node, ast.Call):
@@ -98,12 +150,16 @@ def _is_apart(node: ast.AST, module: nn.Module) -> bool:
 
 def _is_known(node: ast.Attribute, module: nn.Module) -> bool:
     """Tell whether an attribute of the module is a child, a number, or a vector of features."""
-    if not isinstance(node.value, ast.Name) or node.value.id != "self":
+    if not _is_of_self(node):
         return False
     value: Any = getattr(module, node.attr, None)
     if isinstance(value, Tensor):
         return value.ndim <= 1
     return value is None or isinstance(value, nn.Module | int | float | str)
+
+
+def _is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _calls_apart(call: ast.Call, module: nn.Module) -> bool:

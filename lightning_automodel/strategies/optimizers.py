@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from inspect import Parameter, signature
 from itertools import count
 from traceback import walk_tb
@@ -98,17 +99,21 @@ def updates_each_element_alone(optimizer: Optimizer) -> bool | None:
 
 
 def _updates_alone(optimizer: Optimizer, options: dict[str, Any]) -> bool | None:
+    for update in (_updated, partial(_updated, with_losses=True)):  # Lightning gives every step a closure
+        try:
+            return _is_the_same_in_parts(partial(update, optimizer, options))
+        except Exception:  # whatever a class of a user's own needs that this matrix lacks
+            continue
+    return None
+
+
+def _is_the_same_in_parts(update: Callable[[Tensor, list[Tensor]], Tensor]) -> bool | None:
     start, *gradients = _matrices()
-    try:
-        whole = _updated(optimizer, options, start, gradients)
-        parts = []
-        for dim, at in _SPLITS:
-            cut = [tensor.tensor_split([at], dim) for tensor in (start, *gradients)]
-            parts.append(
-                torch.cat([_updated(optimizer, options, value, steps) for value, *steps in zip(*cut, strict=True)], dim)
-            )
-    except Exception:  # whatever a class of a user's own needs that this matrix lacks
-        return None
+    whole = update(start, gradients)
+    parts = []
+    for dim, at in _SPLITS:
+        cut = [tensor.tensor_split([at], dim) for tensor in (start, *gradients)]
+        parts.append(torch.cat([update(value, steps) for value, *steps in zip(*cut, strict=True)], dim))
     scale = (whole - start).norm()
     return all(bool((part - whole).norm() <= 1e-4 * scale) for part in parts) if scale else None
 
@@ -189,10 +194,12 @@ def _updated(
     value: Tensor,
     gradients: Iterable[Tensor],
     closure: Callable[[], Tensor] | None = None,
+    with_losses: bool = False,
 ) -> Tensor:
     """Return ``value`` after a step with each of ``gradients``.
 
-    Without a ``closure``, optimizers that want one get losses that fall, so that a search along a line moves.
+    Without a ``closure``, optimizers that want one get losses that fall, so that a search along a line moves; all do
+    ``with_losses``.
     """
     parameter = nn.Parameter(value.clone(memory_format=torch.contiguous_format))
     trial, own = copy.copy(optimizer), optimizer.param_groups[0]["params"]
@@ -202,7 +209,8 @@ def _updated(
         "param_groups": [{**copy.deepcopy(options), "params": [parameter]}],
         **no_step_hooks(),
     }
-    if closure is None and signature(type(trial).step).parameters["closure"].default is Parameter.empty:
+    wants = with_losses or signature(type(trial).step).parameters["closure"].default is Parameter.empty
+    if closure is None and wants:
         losses = count(1e6, -1e3)
         closure = lambda: torch.tensor(next(losses))  # noqa: E731
     closures: list[Any] = [] if closure is None else [closure]

@@ -64,6 +64,40 @@ def test_an_optimizer_goes_on_where_it_was(make: Any) -> None:
         assert torch.equal(step(other, fresh), expected)
 
 
+class OfManyDtypes(SGD):
+    """Sums in float64 and in a list in bfloat16, and counts how often each element grew."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            wide = state.setdefault("wide", torch.zeros_like(p, dtype=torch.float64)).mul_(0.9).add_(p.grad)
+            narrow = state.setdefault("narrow", [torch.zeros_like(p, dtype=torch.bfloat16)])[0].mul_(0.7).add_(p.grad)
+            count = state.setdefault("count", torch.zeros_like(p, dtype=torch.long)).add_(p.grad > 0)
+            p.add_((wide + narrow.double() + (count % 2)).to(p.dtype), alpha=-0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_keep_their_dtypes(dtype: torch.dtype) -> None:
+    """Which torch casts to that of their parameter; where this one has another than it had, they are cast."""
+    model = build().to(dtype)
+    optimizer = OfManyDtypes(model.parameters())
+    for _ in range(3):
+        model(torch.ones(3, 4, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+    weights, saved = model_state(model), copy.deepcopy(optimizer.state_dict())
+    for dtype_now in (dtype, torch.float64):
+        other = build(seed=1).to(dtype_now)
+        fresh = OfManyDtypes(other.parameters())
+        restore_optimizer(other, fresh, saved, weights)
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            found, expected = fresh.state[p], optimizer.state[q]
+            for one, many in ((found["wide"], expected["wide"]), (found["narrow"][0], expected["narrow"][0])):
+                assert one.dtype == (many.dtype if dtype_now == dtype else dtype_now)
+                assert torch.equal(one, many.to(one.dtype))
+            assert found["count"].equal(expected["count"].to(dtype_now if dtype_now != dtype else torch.long))
+
+
 def test_groups_follow_their_parameters() -> None:
     model = build()
     optimizer = SGD(grouped(model), lr=0.1, momentum=0.9)

@@ -152,6 +152,17 @@ class ByNorms(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * float(p.norm() if group["by_norm"] else 1))
 
 
+class ByNormsOfLosses(ByNorms):
+    """Calls what its step is given, as Lightning always gives it something."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
 class Around(Optimizer):
     """Steps with another optimizer."""
 
@@ -177,6 +188,8 @@ def test_the_rule_sees_through_rates_groups_and_wrappers() -> None:
     groups = [{"params": [parameter()], "by_norm": False}, {"params": [parameter()]}]
     assert updates_each_element_alone(ByNorms(groups)) is False
     assert updates_each_element_alone(ByNorms(groups[:1])) is True
+    assert updates_each_element_alone(ByNormsOfLosses([parameter()])) is False
+    assert updates_each_element_alone(ByNormsOfLosses(groups[:1])) is True
     assert updates_each_element_alone(Around(ByNorms([parameter()]))) is False
     held = parameter()
     assert updates_each_element_alone(Around(torch.optim.SGD([held], lr=1.0))) is None

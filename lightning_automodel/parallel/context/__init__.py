@@ -9,17 +9,22 @@
 ``models.py`` with hooks around models, whose outputs are whole; ``attention.py`` exchanges keys and values.
 """
 
+from collections.abc import Iterator
+
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.logs import log, warn_once
-from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.structure import class_names, outermost
 from lightning_automodel.parallel.context.blocks import install_on_blocks, install_on_children
 from lightning_automodel.parallel.context.models import install_on_models
 from lightning_automodel.parallel.context.state import Pass, StreamOnRows
-from lightning_automodel.plans.context import ContextLayout, Treatment
+from lightning_automodel.parallel.hooks_of_users import warn_of_parts
+from lightning_automodel.plans.context import BlockList, ContextLayout, Treatment, head_of
 
 __all__ = ["ContextParallel"]
+
+_RETURNED = "Values that the caller of the model gives and gets"
 
 
 class ContextParallel:
@@ -43,6 +48,8 @@ class ContextParallel:
         self.streams = [StreamOnRows(self.call, entry) for entry in layout.lists]
         _tell_found(model, layout, group.size())
         _tell_cost(model, layout, group.size())
+        seeing_rows = list(dict.fromkeys(name for entry in layout.lists for name in _seeing_rows(model, layout, entry)))
+        warn_of_parts(model, seeing_rows, f"cp={group.size()}", whole=(_RETURNED, f"Gradients of {_RETURNED.lower()}"))
 
     def install_outside(self) -> None:
         """Put the hooks around blocks."""
@@ -80,3 +87,17 @@ def _tell_cost(model: nn.Module, layout: ContextLayout, ranks: int) -> None:
             f"tokens may meet there beside transformers' attention functions: exact, at {ranks} times the work of "
             "these modules and with the activations of one device (activation_checkpointing keeps few of them)"
         )
+
+
+def _seeing_rows(model: nn.Module, layout: ContextLayout, entry: BlockList) -> Iterator[str]:
+    """Find the modules whose inputs or outputs are a rank's rows: from the first block on, but for what is gathered."""
+    prefix = f"{entry.holder}." if entry.holder else ""
+    names = [name for name, _ in model.named_modules() if name.startswith(prefix)]
+    for name in names[names.index(entry.blocks[0]) :]:
+        whole = outermost(layout.gathered, name)
+        is_behind = outermost(entry.blocks, name) is None
+        if (whole is None or whole == name) and not (is_behind and entry.blocks[-1] in entry.gathered_after):
+            yield name
+    yield entry.holder
+    if layout.models and all(layout.models.values()) and (head := head_of(model)) is not None:
+        yield from (name for name, module in model.named_modules() if module is head)

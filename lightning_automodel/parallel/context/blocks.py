@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class BlockOnRows(SharedByCopies):
 
     def install(self, block: nn.Module) -> None:
         """Run these hooks in every forward pass of ``block``, and on the same rows in its recomputations."""
-        self.arguments = ordered_arguments(block)
+        self.arguments = ordered_arguments(block) or [STREAM_ARGUMENTS[0]]
         self.stream_names = {self.arguments[0], *STREAM_ARGUMENTS}
         block.register_forward_pre_hook(self.enter, with_kwargs=True)
         block.register_forward_hook(self.leave, always_call=True)
@@ -62,7 +63,8 @@ class BlockOnRows(SharedByCopies):
         self.stream.block, self.stream.is_checkpointed = block, is_checkpointed(block)
         on_rows = bool(self.attention) and all(map(exchanges, self.attention))
         enter = partial(self._enter, block, on_rows)
-        return tuple(map(enter, self.arguments, args)), {name: enter(name, value) for name, value in kwargs.items()}
+        named = zip_longest(self.arguments[: len(args)], args, fillvalue="")
+        return tuple(starmap(enter, named)), {name: enter(name, value) for name, value in kwargs.items()}
 
     def _begin(self, first: Any) -> None:
         stream = self.stream

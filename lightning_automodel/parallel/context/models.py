@@ -155,8 +155,14 @@ class HeadOnRows(SharedByCopies):
     def leave(self, head: nn.Module, args: tuple, logits: Tensor) -> Tensor:
         """Gather logits unless the model computes its loss from them: every rank repeats what follows."""
         rows = _rows_at_head(self.call)
-        if rows is None or self.call.has_labels or logits.ndim != 3 or logits.shape[1] != rows.count:
+        if rows is None or self.call.has_labels:
             return logits
+        if logits.ndim != 3 or logits.shape[1] != rows.count:
+            raise ValueError(
+                f"context parallelism gave the model {rows.count} rows of the sequence, and its head gives "
+                f"{list(logits.shape)}: its code picks tokens in front of it; let it return logits of all tokens, or "
+                "hidden states of its base model, and pick there, or use cp=1"
+            )
         return gather_whole(logits, 1, rows, self.call.scale)
 
 

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, shard_bounds, split
 from lightning_automodel.distributed.logs import log
+from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.hooks_of_users import warn_of_parts
@@ -225,11 +226,11 @@ def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:
     """
     lookup = _SplitLookup(module.get_parameter("weight").shape[0], group)
 
-    def forward(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def around(module: nn.Module, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         with lookup:
-            return type(self).forward(self, input, *args, **kwargs)
+            return forward(*args, **kwargs)
 
-    module.forward = MethodType(forward, module)
+    wrap_forward(module, around)
 
 
 class _SplitLookup(TorchFunctionMode):

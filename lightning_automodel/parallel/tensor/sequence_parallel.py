@@ -13,6 +13,7 @@ because the stream is cut at the first block and not at the embedding. The state
 
 import inspect
 from functools import partial
+from itertools import starmap, zip_longest
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class BlockOnStream(SharedByCopies):
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         self._read_length(block, given[self.arguments[0]])
         self._check_beside(block, given)
-        first = tuple(map(self._cut, self.arguments, args))
+        first = tuple(starmap(self._cut, zip_longest(self.arguments[: len(args)], args, fillvalue="")))
         return first, {name: self._cut(name, x) for name, x in kwargs.items()}
 
     def _read_length(self, block: nn.Module, value: Tensor) -> None:

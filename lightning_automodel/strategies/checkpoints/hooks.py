@@ -170,7 +170,7 @@ def restore_optimizers(model: nn.Module, optimizers: list[Optimizer], checkpoint
             f"{len(optimizers)}"
         )
     for optimizer, state in zip(optimizers, states, strict=True):
-        restore_optimizer(model, optimizer, state)
+        restore_optimizer(model, optimizer, state, checkpoint.get("state_dict"))
 
 
 def gradient_part(model: nn.Module, data_group: ProcessGroup, distributed: bool) -> Checkpoint:

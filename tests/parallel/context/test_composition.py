@@ -122,6 +122,22 @@ def test_what_gains_nothing_is_named(pool2: Pool) -> None:
     assert "cp=2 saves nothing for Florence2ForConditionalGeneration" in message
 
 
+def hooked() -> list[str]:
+    """Runs on each rank."""
+    model = tiny_model("llama")
+    for part in (model.model.embed_tokens, model.model.norm, model.model.layers[0].mlp):
+        part.register_forward_hook(lambda module, args, output: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(model, build_mesh(resolve_sizes(2, cp=2), "cpu"))
+    return [str(w.message) for w in caught if "hook of yours" in str(w.message)]
+
+
+def test_hooks_that_see_rows_are_named(pool2: Pool) -> None:
+    (message,), _ = pool2.run(hooked)
+    assert message.startswith("model.layers.0.mlp and 1 more: a forward hook of yours will see a rank's part")
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="cp=2"):
         DDPStrategy(cp=2)

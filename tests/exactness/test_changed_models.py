@@ -1,0 +1,170 @@
+"""Models of transformers that somebody changed: other modules in a place, layers among theirs, code of one's own."""
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.plans.context import derive_context_layout
+from lightning_automodel.plans.tokenwise import keeps_tokens_apart
+from lightning_automodel.testing.pool import Pool
+from tests.support.comparison import Schedule, compare
+from tests.support.families import tiny_model
+
+BOUND = 5e-5
+
+
+class Shifted(nn.Module):
+    """Sees the token before by torch's padding, as RWKV does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.shift = inner, nn.ZeroPad2d((0, 0, 1, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.shift(x))
+
+
+class Mixed(nn.Module):
+    """Mixes tokens beside what it takes the place of."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + x.cumsum(1) / 8)
+
+
+class Convolution(nn.Module):
+    """Is a layer among those of a model, and no block of transformers'."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        return hidden_states + self.mix(hidden_states.transpose(1, 2)).transpose(1, 2)
+
+
+class Indexing(LlamaForCausalLM):
+    """Adds the first token's state to all in front of the head, by an index alone."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        hidden = self.model(input_ids).last_hidden_state
+        return CausalLMOutput(logits=self.lm_head(hidden + hidden[:, [0]]))
+
+
+def with_other_feed_forwards() -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp = Shifted(layer.mlp)
+    return model
+
+
+def with_assigned_code() -> nn.Module:
+    """What libraries of kernels and patches do to single modules."""
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(lambda self, x: type(self).forward(self, x.roll(1, 1)), layer.mlp)
+    return model
+
+
+def with_assigned_ends() -> nn.Module:
+    """What tensor parallelism and the loss put something around."""
+    model: Any = tiny_model("llama")
+    for end, before in ((model.model.embed_tokens, False), (model.lm_head, True)):
+        end.forward = partial(_mixed, end.forward, before)
+    return model
+
+
+def _mixed(forward: Callable[[Tensor], Tensor], before: bool, x: Tensor) -> Tensor:
+    return forward(x + x.cumsum(1) / 8) if before else forward(x) + forward(x).cumsum(1) / 8
+
+
+class AnyArguments(LlamaDecoderLayer):
+    """Hands on what it is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def with_any_arguments() -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.__class__ = AnyArguments
+    return model
+
+
+def with_another_norm() -> nn.Module:
+    model: Any = tiny_model("llama")
+    model.model.norm = Mixed(model.model.norm)
+    return model
+
+
+def with_another_head() -> nn.Module:
+    model: Any = tiny_model("llama")
+    model.lm_head = Mixed(model.lm_head)
+    return model
+
+
+def with_another_layer() -> nn.Module:
+    model: Any = tiny_model("llama")
+    torch.manual_seed(1)
+    model.model.layers.insert(1, Convolution(model.config.hidden_size))
+    model.config.num_hidden_layers += 1
+    return model
+
+
+def with_code_of_its_own() -> nn.Module:
+    model: Any = tiny_model("llama")
+    model.__class__ = Indexing
+    return model
+
+
+CHANGED: list[Callable[[], nn.Module]] = [
+    *(with_other_feed_forwards, with_assigned_code, with_assigned_ends, with_any_arguments, with_another_norm),
+    *(with_another_layer, with_code_of_its_own, with_another_head),
+]
+
+
+def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[], nn.Module]]) -> dict[str, Any]:
+    """Runs on each rank."""
+    schedule = Schedule(steps=1, micro_batches=1, clip=None)
+    return {make.__name__: compare(make, sizes, dist.get_world_size(), schedule, config).largest for make in makers}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "makers"),
+    [
+        ({"cp": 2}, FSDP2Config(), CHANGED),
+        ({"tp": 2}, FSDP2Config(sequence_parallel=True), CHANGED[:-1]),  # a plan splits no head that is a user's
+    ],
+    ids=["cp", "tp-sp"],
+)
+def test_they_have_the_numbers_of_one_process(sizes: Any, config: Any, makers: Any, pool2: Pool) -> None:
+    for found in pool2.run(errors, sizes, config, makers):
+        assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+def test_which_modules_of_torch_work_on_features() -> None:
+    alone = [nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.SiLU(), nn.Softmax(dim=-1), nn.Sequential(nn.GELU())]
+    mixing = [nn.ZeroPad2d(1), nn.Softmax(dim=1), nn.LayerNorm((8, 4)), nn.GroupNorm(1, 8), nn.GLU(1), nn.PReLU(8)]
+    assert all(map(keeps_tokens_apart, alone))
+    assert not any(map(keeps_tokens_apart, [*mixing, nn.AvgPool2d(3), nn.ConvTranspose1d(8, 8, 1)]))
+
+
+def test_a_plain_model_hands_rows_to_its_head() -> None:
+    layout = derive_context_layout(tiny_model("llama"))
+    assert layout.models == {"": True, "model": True}
+    assert layout.lists[0].gathered_after == set()
+    assert not derive_context_layout(with_code_of_its_own()).models[""]
