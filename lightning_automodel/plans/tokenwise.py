@@ -27,7 +27,8 @@ from transformers.models.auto.modeling_auto import (
 
 from lightning_automodel.modules.forward import code_of
 
-_MEASURED = ("transformers.", "torch.nn.", "peft.", "lightning_automodel.")
+_LINEARS = ("torchao.", "bitsandbytes.", "liger_kernel.")  # and norms: these libraries replace nothing else in blocks
+_MEASURED = ("transformers.", "torch.nn.", "peft.", *_LINEARS, "lightning_automodel.")
 _OF_TORCH = "torch.nn."
 _ON_FEATURES = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
 _HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

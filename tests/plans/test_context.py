@@ -1,7 +1,10 @@
 """What context parallelism finds in the structure of models."""
 
 import pytest
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear
 from transformers import CONFIG_MAPPING, ViTMAEConfig, ViTMAEForPreTraining
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,6 +61,11 @@ def test_what_is_not_proven_sees_the_whole_sequence() -> None:
     assert treatment_of(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))) is Treatment.GATHERED
     assert treatment_of(Widens()) is Treatment.TOKENWISE
     assert treatment_of(nn.LayerNorm(3)) is Treatment.TOKENWISE
+
+
+def test_linear_layers_of_libraries_keep_tokens_apart() -> None:
+    layers = [Float8Linear(2, 2, config=Float8LinearConfig()), Linear4bit(2, 2)]
+    assert [treatment_of(nn.Sequential(layer, nn.SiLU())) for layer in layers] == [Treatment.TOKENWISE] * 2
 
 
 class Tabulated(nn.Module):
