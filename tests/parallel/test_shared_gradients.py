@@ -141,7 +141,7 @@ class Penalized(Noted):
     def loss(self, batch: list[Tensor]) -> Tensor:
         penalty: Any = sum(parameter.square().sum() for parameter in self.value.parameters())
         output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
-        values = self.value(output.hidden_states[-1]).square().mean()
+        values = self.value(output.hidden_states[-1].detach()).square().mean()
         return output.loss + values + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
 
 
