@@ -128,3 +128,32 @@ def test_whole_parameters_of_users(way: str, nursery: Nursery, pool2: Pool) -> N
         for actual in pool2.run(gradients_of_twins, sizes, way, trainer=True):
             for one, many in zip(expected, actual, strict=True):
                 check_gradients(one, many)
+
+
+class Penalized(Noted):
+    """A penalty on what has fewer rows than ranks, by sums over shards."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        torch.manual_seed(0)
+        self.value = nn.Linear(HIDDEN, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        penalty: Any = sum(parameter.square().sum() for parameter in self.value.parameters())
+        output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
+        values = self.value(output.hidden_states[-1].detach()).square().mean()
+        return output.loss + values + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
+
+
+def gradients_of_penalized(strategy: Any) -> list[dict[str, Tensor]]:
+    """Runs on each rank."""
+    module = Penalized()
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, batches(world_size()))
+    return module.gradients
+
+
+def test_a_penalty_on_fewer_rows_than_ranks(nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of_penalized, "auto", trainer=True)
+    for actual in pool2.run(gradients_of_penalized, {}, trainer=True):
+        for one, many in zip(expected, actual, strict=True):
+            check_gradients(one, many)
