@@ -20,6 +20,7 @@ from lightning_automodel._compat.tensors import after_backward, is_accumulated_n
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
+from lightning_automodel.parallel.megatron_fsdp.units import viewed
 from lightning_automodel.parallel.written_weights import refuse_written_weights
 
 
@@ -68,7 +69,7 @@ class Passes:
         self._depth -= 1
         if self._depth > 0 or self._is_backward:
             return output
-        output = _viewed(output)
+        output = viewed(output)
         begins = differentiable(output)
         self.sharded.end_forward(is_trained=bool(begins) and not self.is_read)
         if begins:
@@ -101,13 +102,6 @@ class Passes:
     def _end(self) -> None:
         self._is_backward = False
         self.sharded.end_backward()
-
-
-def _viewed(output: Any) -> Any:
-    """View what the library watches once more: a gradient then meets our hook before its own, which gathers."""
-    if isinstance(output, Tensor):
-        return output.view_as(output)
-    return type(output)(map(_viewed, output)) if type(output) in (tuple, list) else output
 
 
 def _all_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
