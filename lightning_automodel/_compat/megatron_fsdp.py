@@ -1,6 +1,6 @@
 """Private names of megatron-fsdp 0.6, each with its reason: which parameters are in place, where backward begins."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -47,10 +47,21 @@ def keep_ties(wrapper: Any) -> None:
     def reestablish(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         for owner, name, first in ties:
             setattr(owner, name, new[first])
-            new[first]._is_shared = True  # a gradient is complete at the end of a backward pass only
+            hand_over_at_the_end([new[first]])
 
     wrapper._reestablish_shared_weights = reestablish
     reestablish(*held)
+
+
+def hand_over_at_the_end(parameters: Iterable[Any]) -> None:
+    """Let the library take gradients of ``parameters`` at the end of a backward pass, when they are complete."""
+    for parameter in parameters:
+        parameter._is_shared = True
+
+
+def is_handed_over_at_the_end(parameter: Any) -> bool:
+    """Tell whether :func:`hand_over_at_the_end` was called with ``parameter``."""
+    return getattr(parameter, "_is_shared", False)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

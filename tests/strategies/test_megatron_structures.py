@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_automodel.testing.pool import Pool
@@ -187,7 +188,66 @@ class Adversaries(Own):
         return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.5) for part in (self.model, self.judge)]
 
 
-CASES: list[type[Own]] = [Routed, Chosen, Skipped, States, Tied, Adversaries]
+class Recomputed(Own):
+    """Calls its blocks again, and recomputes each call in a backward pass of its own."""
+
+    def build(self) -> nn.Module:
+        class Again(Body):
+            def forward(self, x: Tensor, number: int) -> Tensor:
+                for block in (*self.blocks, *self.blocks):
+                    x = checkpoint(block, x.requires_grad_(), use_reentrant=True)
+                return self.head(x)
+
+        return Again([layers() for _ in range(2)])
+
+
+class RecomputedParts(Own):
+    """The same of a layer that is in no list, and so a part of the whole."""
+
+    def build(self) -> nn.Module:
+        return Again()
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True).tanh()
+        return x
+
+
+class RecomputedWithin(Own):
+    """The same of a part of a block."""
+
+    def build(self) -> nn.Module:
+        return Body([Again(), Again()])
+
+
+class InParts(Own):
+    """Calls the parts of a module without blocks, and the module."""
+
+    def build(self) -> nn.Module:
+        return nn.ModuleDict({"coder": Coder()})
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        coder = self.model["coder"]
+        code = coder.encoder(batch[0])
+        return coder.decoder(code).square().mean() + cross_entropy(coder(batch[0]), batch[1]) + code.mean()
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x).tanh())
+
+
+CASES: list[type[Own]] = [Routed, Chosen, Skipped, States, Tied, Adversaries, Recomputed, RecomputedParts, InParts]
 
 
 def run(strategy: Strategy, data_size: int, case: type[Own]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -201,12 +261,32 @@ def run(strategy: Strategy, data_size: int, case: type[Own]) -> tuple[list[dict[
     return module.gradients, {name: gather_part(parameter) for name, parameter in module.named_parameters()}
 
 
+def of(layout: str) -> list[type[Own]]:
+    return [case for case in CASES if layout != "megatron3-dp2" or case is not InParts]
+
+
 def on_ranks(layout: str) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    return [run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, case) for case in CASES]
+    return [run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, case) for case in of(layout)]
 
 
 @pytest.mark.parametrize("layout", with_long([f"megatron{i}-dp2" for i in range(4)], "megatron0-dp2", "megatron2-dp2"))
 def test_gradients_and_weights_are_those_of_one_process(layout: str, pool2: Pool) -> None:
-    for case, found in zip(CASES, pool2.run(on_ranks, layout, trainer=True)[0], strict=True):
+    for case, found in zip(of(layout), pool2.run(on_ranks, layout, trainer=True)[0], strict=True):
         expected = run(SingleDeviceStrategy(), 1, case)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda m, case=case: f"{case}: {m}")
+
+
+def refused() -> list[str]:
+    messages = []
+    for case in (RecomputedWithin, InParts):
+        with pytest.raises(ValueError, match="Megatron-FSDP") as caught:
+            run(LAYOUTS["megatron3-dp2"].make(), 2, case)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_would_be_wrong_is_an_error(pool2: Pool) -> None:
+    for twice, part in pool2.run(refused, trainer=True):
+        assert "a backward pass reached blocks.1.layer.bias twice" in twice
+        assert "use_reentrant=False" in twice
+        assert "Coder.encoder is called by itself, and is a part of Coder, which Megatron-FSDP gathers as one" in part

@@ -10,6 +10,7 @@ Which parameters the modules have in place, so that user code in between reads a
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,9 +20,15 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.tensors import after_backward, is_accumulated_now
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.hidden_outputs import differentiable
+from lightning_automodel.parallel.megatron_fsdp.reentrant import ReachedAgain
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 from lightning_automodel.parallel.megatron_fsdp.units import viewed
 from lightning_automodel.parallel.written_weights import refuse_written_weights
+
+_IN_A_UNIT = (
+    "which Megatron-FSDP gathers as one. Call that, with a forward that takes both ways; or name the classes of its "
+    "parts in megatron_fsdp_unit_modules; or use zero_dp_strategy=2, which keeps parameters whole"
+)
 
 
 class Passes:
@@ -29,7 +36,7 @@ class Passes:
 
     Args:
         sharded: what is told.
-        modules: those modules; any part of them that is not inside of a unit may be called by itself.
+        modules: those modules; any part of them that is not inside of a block may be called by itself.
 
     Attributes:
         is_accumulating: backward passes are of micro-batches that are not the last of their step.
@@ -41,6 +48,8 @@ class Passes:
         self.is_accumulating = self.is_read = False
         self._depth = 0
         self._is_backward = False
+        named = ((n.partition(".")[2], p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
+        self._reached_again = ReachedAgain(named)
         for module in modules:
             for part in _outside_of_units(module, sharded.units):
                 # Before the library's own hook, which gathers what it finds in place.
@@ -48,6 +57,8 @@ class Passes:
                 part.register_forward_hook(self._leave, always_call=True)
                 is_unit = isinstance(part, sharded.units)
                 refuse_written_weights(part, _all_parameters if is_unit else _own_parameters)
+            if isinstance(module, sharded.units):
+                self._watch_parts(module)
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
@@ -62,8 +73,28 @@ class Passes:
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._depth += 1
-        if self._depth == 1 and not self._is_backward:
+        if self._is_backward:
+            return
+        if self._depth == 1:
+            self._reached_again.begin_forward()
             self.sharded.begin_forward()
+        parts = module.parameters() if isinstance(module, self.sharded.units) else module.parameters(recurse=False)
+        self._reached_again.call(module, parts)
+
+    def _watch_parts(self, unit: nn.Module) -> None:
+        """Follow calls of parts of a model that is one unit, such as its encoder alone; an error where it is freed."""
+        for name, part in unit.named_modules():
+            if part is not unit:
+                part.register_forward_pre_hook(partial(self._enter_part, f"{type(unit).__name__}.{name}"), prepend=True)
+                part.register_forward_hook(self._leave, always_call=True)
+
+    def _enter_part(self, name: str, part: nn.Module, args: tuple) -> None:
+        self._enter(part, args)
+        if self._depth > 1 or self._is_backward:
+            return
+        if self.sharded.frees_units:
+            raise ValueError(f"{name} is called by itself, and is a part of {name.partition('.')[0]}, {_IN_A_UNIT}")
+        self.sharded.wrapper.all_gather_and_wait_parameters_ready(list(part.parameters()), prefetch=False)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._depth -= 1
@@ -96,6 +127,7 @@ class Passes:
         self.sharded.end_forward(is_trained=True)
 
     def _begin(self) -> None:
+        self._reached_again.begin_backward()
         self.sharded.begin_backward(is_last=not self.is_accumulating)
         self._is_backward = True
 

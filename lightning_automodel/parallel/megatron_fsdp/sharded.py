@@ -106,7 +106,7 @@ class ShardedModules:
 
     def _watch(self, container: nn.Module) -> None:
         """Note what passes meet: units and parameters."""
-        gathered = container.named_modules() if self._frees_units else ()
+        gathered = container.named_modules() if self.frees_units else ()
         self._calls = Calls((name.partition(".")[2], m) for name, m in gathered if isinstance(m, self.units))
         self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
         self._reached: set[str] = set()
@@ -144,7 +144,7 @@ class ShardedModules:
             # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory; and ranks
             # call layers that samples choose (experts) in different orders.
             self.wrapper.all_gather_and_wait_parameters_ready(
-                self._gathered_at_once, prefetch=False, wait_bucket_ready=self._frees_units
+                self._gathered_at_once, prefetch=False, wait_bucket_ready=self.frees_units
             )
 
     def end_forward(self, is_trained: bool) -> None:
@@ -153,7 +153,7 @@ class ShardedModules:
         Args:
             is_trained: a backward pass may follow, in which parameters that are not freed have gradients.
         """
-        if self._frees_units or not is_trained:
+        if self.frees_units or not is_trained:
             use_parameters_of_optimizer(self.wrapper)
 
     def begin_backward(self, is_last: bool) -> None:
@@ -208,14 +208,15 @@ class ShardedModules:
             self._reached -= names
 
     @property
-    def _frees_units(self) -> bool:
+    def frees_units(self) -> bool:
+        """Tell whether parameters of units are there within these only."""
         return self.config.zero_dp_strategy == 3
 
     @cached_property
     def _gathered_at_once(self) -> list[Tensor]:
         """Parameters that compute and are gathered in one order before a forward pass: all that no unit frees."""
         named = self.wrapper.raw_param.items()
-        if not self._frees_units:
+        if not self.frees_units:
             return [p for _, p in named]
         units = [f"{name}." for name, module in self.wrapper.module.named_modules() if isinstance(module, self.units)]
         return [p for name, p in named if not name.startswith(tuple(units))]
