@@ -91,3 +91,15 @@ def wrap_reduction(wrapper: Any, reduce: Callable[..., Any]) -> Callable[..., An
     own = pipeline._bucket_group_gradient_reduce
     pipeline._bucket_group_gradient_reduce = reduce
     return own
+
+
+def abandon_pass(wrapper: Any) -> None:
+    """Let the library forget a backward pass that an exception has ended: what it waited for, and that one runs."""
+    pipeline = wrapper.grad_reduce_pipeline
+    pipeline.wait_for_previous_grad_reduce(0)
+    for ready in pipeline.bucket_grad_ready_params:
+        ready.clear()
+    pipeline.reset()
+    for parameter in wrapper.raw_param.values():
+        parameter.grad = None
+    wrapper._root_pre_backward_hook_issued = False

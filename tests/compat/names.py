@@ -181,6 +181,7 @@ ATTRIBUTES = {
         "_is_shared",
         "_reestablish_shared_weights",
         "_root_pre_backward_hook_handle",
+        "_root_pre_backward_hook_issued",
     ),
     "peft.tuners.tuners_utils:": ("_torch_supports_distributed",),
     "transformers:PreTrainedModel": (

@@ -247,7 +247,35 @@ class Coder(nn.Module):
         return self.decoder(self.encoder(x).tanh())
 
 
-CASES: list[type[Own]] = [Routed, Chosen, Skipped, States, Tied, Adversaries, Recomputed, RecomputedParts, InParts]
+class FailsOnce(Adversaries):
+    """A backward pass ends in its middle, and is done again."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx % 2:
+            hidden = self.model[0](batch[0])
+            hidden.register_hook(self.fail)
+            backward = Tensor.backward if batch_idx == 1 else self.manual_backward
+            with pytest.raises(ArithmeticError):
+                backward(self.model[2](hidden).square().mean())
+        self.zero_grad()
+        super().training_step(batch, batch_idx)
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError
+
+
+CASES: list[type[Own]] = [
+    Routed,
+    Chosen,
+    Skipped,
+    States,
+    Tied,
+    Adversaries,
+    Recomputed,
+    RecomputedParts,
+    InParts,
+    FailsOnce,
+]
 
 
 def run(strategy: Strategy, data_size: int, case: type[Own]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

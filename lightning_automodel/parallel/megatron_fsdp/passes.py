@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.tensors import after_backward, is_accumulated_now
+from lightning_automodel._compat.tensors import after_backward, is_accumulated_now, is_in_backward
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.megatron_fsdp.reentrant import ReachedAgain
@@ -47,7 +47,7 @@ class Passes:
         self.sharded = sharded
         self.is_accumulating = self.is_read = False
         self._depth = 0
-        self._is_backward = False
+        self._is_backward = self._is_called = self._has_failed = False
         named = ((n.partition(".")[2], p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
         self._reached_again = ReachedAgain(named)
         for module in modules:
@@ -67,14 +67,17 @@ class Passes:
         try:
             yield
         except BaseException:
-            self._is_backward = False  # what the pass has left of gradients is lost; the model can be used
+            self._is_backward, self._has_failed = False, True
             raise
         self._end()
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._depth += 1
+        if self._is_called and not is_in_backward():  # nobody has said that it failed
+            self._is_backward, self._has_failed = False, True
         if self._is_backward:
             return
+        self._recover()
         if self._depth == 1:
             self._reached_again.begin_forward()
             self.sharded.begin_forward()
@@ -116,6 +119,7 @@ class Passes:
             return
         if any(map(is_accumulated_now, self.sharded.trained)):
             self._begin()
+            self._is_called = True
             after_backward(self._end)
         else:  # torch.autograd.grad, with respect to inputs
             self._is_backward = True
@@ -126,13 +130,20 @@ class Passes:
         self._is_backward = False
         self.sharded.end_forward(is_trained=True)
 
+    def _recover(self) -> None:
+        self._is_called = False
+        if self._has_failed:
+            self._has_failed = False
+            self.sharded.abandon()
+
     def _begin(self) -> None:
+        self._recover()
         self._reached_again.begin_backward()
         self.sharded.begin_backward(is_last=not self.is_accumulating)
         self._is_backward = True
 
     def _end(self) -> None:
-        self._is_backward = False
+        self._is_backward = self._is_called = False
         self.sharded.end_backward()
 
 

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.clearing import clear_with_others
-from lightning_automodel._compat.dtensor import count_writes_through_data, refuse_gathering, writes_into
+from lightning_automodel._compat.dtensor import count_writes_through_data, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
+    abandon_pass,
     use_parameters_of_optimizer,
     use_raw_parameters,
 )
@@ -31,16 +32,9 @@ from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
 from lightning_automodel.parallel.megatron_fsdp.library import shard
 from lightning_automodel.parallel.megatron_fsdp.norms import Norms
 from lightning_automodel.parallel.megatron_fsdp.order import Calls, ReductionsInOrder
-from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards
+from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards, refuse_operations
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
-from lightning_automodel.parallel.whole_draws import refuse_draws
-
-_NOT_GATHERED = (
-    "a parameter or gradient that Megatron-FSDP shards is needed whole (by full_tensor(), a median, a product): its "
-    "ranks hold rows in uneven numbers, which torch cannot gather; a checkpoint has whole tensors, and under "
-    "FSDP2TPStrategy full_tensor() and such operations work"
-)
 
 
 class ShardedModules:
@@ -87,7 +81,7 @@ class ShardedModules:
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
-        self._refuse_operations()
+        refuse_operations(self._mesh, dp_mesh.size(), tp_mesh.size())
         starts, copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
@@ -99,6 +93,7 @@ class ShardedModules:
         self._cleared: set[str] = set()  # within a window
         self._left: dict[str, Tensor] = {}
         self._window_is_closed = self._is_outdated = True
+        self._is_abandoned = False
         self._writes_seen = 0
         clear_with_others(self)
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
@@ -113,13 +108,6 @@ class ShardedModules:
         for name, raw in self.wrapper.raw_param.items():
             if raw.requires_grad:
                 raw.register_post_accumulate_grad_hook(partial(self._note, name))
-
-    def _refuse_operations(self) -> None:
-        """Refuse what of shards in uneven numbers would be wrong, or would hang."""
-        if self._dp_mesh.size() * self._tp_mesh.size() > 1:
-            refuse_draws(self._mesh)
-        if self._dp_mesh.size() > 1:
-            refuse_gathering(self._mesh, _NOT_GATHERED)
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
@@ -163,13 +151,21 @@ class ShardedModules:
             is_last: this micro-batch ends the window, so gradients are to be reduced.
 
         Raises:
-            ValueError: if a parameter was frozen or unfrozen since it was sharded.
+            ValueError: if a parameter was frozen or unfrozen since it was sharded, or what a pass has left that an
+                exception ended was not cleared.
         """
         self._refuse_changes_of_what_trains()
+        cleared = self._cleared
         if self._window_is_closed:
             self._follow_zero_grad()
         elif self._cleared:
             self._clear(self._cleared)
+        if self._is_abandoned and {n for n, p in self._parameters.items() if p.requires_grad} - cleared:
+            raise ValueError(
+                "a backward pass was ended by an exception, and gradients of a part of its layers are left; call "
+                "self.zero_grad() before the next one"
+            )
+        self._is_abandoned = False
         self._cleared = set()
         self._window_is_closed = False
         use_raw_parameters(self.wrapper)
@@ -191,6 +187,11 @@ class ShardedModules:
             self._check_gradients()
         else:
             use_parameters_of_optimizer(self.wrapper)
+
+    def abandon(self) -> None:
+        """Begin anew behind a backward pass that an exception has ended."""
+        abandon_pass(self.wrapper)
+        self._is_outdated = self._is_abandoned = True
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
         """Note that ``zero_grad`` clears ``parameters`` within a window; else clear those that the optimizer has in the
