@@ -1,6 +1,9 @@
 """Private names of megatron-fsdp 0.6, each with its reason: which parameters are in place, where backward begins."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 
 def use_raw_parameters(wrapper: Any) -> None:
@@ -28,3 +31,75 @@ def remove_root_hooks(wrapper: Any) -> int:
     for handle in (*found, wrapper._root_pre_backward_hook_handle):
         handle.remove()
     return len(found)
+
+
+def keep_ties(wrapper: Any) -> None:
+    """Let the library follow all names of a shared parameter when it puts others in place.
+
+    It goes through ``named_parameters()`` meanwhile, which passes over what it has seen: of a third name on (the
+    embeddings of an encoder-decoder) it leaves the parameters that were there.
+    """
+    held = (wrapper.raw_param, dict(wrapper.param_and_grad_buffer.optimizer_named_parameters))
+    firsts = {id(parameter): name for named in held for name, parameter in named.items()}
+    names = ((name, firsts[id(p)]) for name, p in wrapper.module.named_parameters(remove_duplicate=False))
+    ties = [(*_owner(wrapper.module, name), first) for name, first in names if name != first]
+
+    def reestablish(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        for owner, name, first in ties:
+            setattr(owner, name, new[first])
+            hand_over_at_the_end([new[first]])
+
+    wrapper._reestablish_shared_weights = reestablish
+    reestablish(*held)
+
+
+def hand_over_at_the_end(parameters: Iterable[Any]) -> None:
+    """Let the library take gradients of ``parameters`` at the end of a backward pass, when they are complete."""
+    for parameter in parameters:
+        parameter._is_shared = True
+
+
+def is_handed_over_at_the_end(parameter: Any) -> bool:
+    """Tell whether :func:`hand_over_at_the_end` was called with ``parameter``."""
+    return getattr(parameter, "_is_shared", False)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
+
+
+def keep_units_gathered(wrapper: Any) -> None:
+    """Take away the hooks by which a unit is freed behind its forward pass. Where parameters are not sharded they free
+    nothing, and have it gathered again, forwards and backwards, in the order in which a rank calls it.
+
+    Raises:
+        RuntimeError: if there is none, which another release may call differently.
+    """
+    found = [handle for name, handle in wrapper.forward_hooks.items() if name.startswith("release module ")]
+    if not found:
+        raise RuntimeError(
+            "megatron-fsdp has no hook called 'release module ...'; use a release from 0.6 on, below 0.7"
+        )
+    for handle in found:
+        handle.remove()
+
+
+def wrap_reduction(wrapper: Any, reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the library call ``reduce`` where it would send the gradients of a group of buckets; return its own way."""
+    pipeline = wrapper.grad_reduce_pipeline
+    own = pipeline._bucket_group_gradient_reduce
+    pipeline._bucket_group_gradient_reduce = reduce
+    return own
+
+
+def abandon_pass(wrapper: Any) -> None:
+    """Let the library forget a backward pass that an exception has ended: what it waited for, and that one runs."""
+    pipeline = wrapper.grad_reduce_pipeline
+    pipeline.wait_for_previous_grad_reduce(0)
+    for ready in pipeline.bucket_grad_ready_params:
+        ready.clear()
+    pipeline.reset()
+    for parameter in wrapper.raw_param.values():
+        parameter.grad = None
+    wrapper._root_pre_backward_hook_issued = False

@@ -174,10 +174,14 @@ ATTRIBUTES = {
         "_current_fx",
     ),
     f"{TRAINER}.connectors.signal_connector:_SignalConnector": ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"),
+    "megatron_fsdp.param_and_grad_buffer:GradReducePipeline": ("_bucket_group_gradient_reduce",),
     "megatron_fsdp.megatron_fsdp:MegatronFSDP": (
         "_replace_param_with_distributed_if_needed",
         "_replace_param_with_raw_if_needed",
+        "_is_shared",
+        "_reestablish_shared_weights",
         "_root_pre_backward_hook_handle",
+        "_root_pre_backward_hook_issued",
     ),
     "peft.tuners.tuners_utils:": ("_torch_supports_distributed",),
     "transformers:PreTrainedModel": (

@@ -205,36 +205,22 @@ def test_optimization_by_hand(pool2: Pool) -> None:
         assert pool2.run(step_by_hand, stage, trainer=True)[0] == pytest.approx(expected, rel=1e-5), stage
 
 
-class NeverCleared(ByHand):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().loss(batch)
-        self.manual_backward(loss)
-        self.optimizers()[0].step()  # type: ignore[index]
-        return loss
-
-
 class NotFinite(Recorder):
     def loss(self, batch: list[Tensor]) -> Tensor:
         return super().loss(batch) * float("nan")
 
 
-def meet_errors() -> list[str]:
+def meet_errors() -> str:
     cuda_on_cpu.install()
     with pytest.raises(ValueError, match="precision='16-mixed'"):
         make_trainer(MegatronFSDPStrategy(), precision="16-mixed", max_epochs=1).fit(Recorder(), batches(world_size()))
-    messages = []
-    cases: list[tuple[Recorder, int]] = [(NeverCleared(), 1), (NotFinite(), 3)]
-    for module, stage in cases:
-        strategy = MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=stage))
-        with pytest.raises(ValueError, match="gradient") as caught:
-            make_trainer(strategy, max_epochs=1).fit(module, batches(world_size()))
-        messages.append(str(caught.value))
-    return messages
+    with pytest.raises(ValueError, match="gradient") as caught:
+        make_trainer(MegatronFSDPStrategy(), max_epochs=1).fit(NotFinite(), batches(world_size()))
+    return str(caught.value)
 
 
 def test_errors_that_help(pool2: Pool) -> None:
-    for left, not_finite in pool2.run(meet_errors, trainer=True):
-        assert "block_backward_sync" in left
+    for not_finite in pool2.run(meet_errors, trainer=True):
         assert "check_for_nan_in_grad=False" in not_finite
 
 

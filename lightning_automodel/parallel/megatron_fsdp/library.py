@@ -1,6 +1,4 @@
-"""Calls Megatron-FSDP: which classes are its units, over which mesh it shards, and which of its hooks go."""
-
-from collections.abc import Sequence
+"""Calls Megatron-FSDP: over which mesh it shards, and which of its hooks go."""
 
 import torch
 import torch.distributed as dist
@@ -9,13 +7,12 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.megatron_fsdp import remove_root_hooks
+from lightning_automodel._compat.megatron_fsdp import keep_ties, keep_units_gathered, remove_root_hooks
 from lightning_automodel.config import MegatronFSDPConfig
-from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
+from lightning_automodel.parallel.megatron_fsdp.units import show_outputs, take_outputs, units_in
 
 _MESH = ("dp", "tp")
 
@@ -30,6 +27,8 @@ def shard(
 ) -> MegatronFSDP:
     """Shards ``module`` over ``dp_mesh``, in place, without the library's hooks at the root; returns its wrapper."""
     mesh = _library_mesh(dp_mesh)
+    outermost = units_in(module, units)
+    show_outputs(outermost)
     wrapper = fully_shard_model(
         module,
         device_mesh=mesh,
@@ -52,24 +51,13 @@ def shard(
         nccl_ub=config.nccl_ub,
         fsdp_double_buffer=config.fsdp_double_buffer,
     )
+    take_outputs(outermost)
+    keep_ties(wrapper)
+    if config.zero_dp_strategy < 3:
+        keep_units_gathered(wrapper)
     removed = remove_root_hooks(wrapper)
     log(f"Megatron-FSDP: {removed} hooks at the root are taken away, since begin_backward does their work")
     return wrapper
-
-
-def unit_classes(module: nn.Module, paths: Sequence[str] | None) -> list[type[nn.Module]]:
-    """Finds the classes that the library gathers as one: those named, else those of the blocks, or of other modules.
-
-    Raises:
-        ValueError: for a path that names nothing.
-    """
-    if paths is not None:
-        return import_classes_from_paths(paths)
-    found: dict[type[nn.Module], None] = {}
-    for child in module.children():
-        blocks = find_blocks(child).values()
-        found.update(dict.fromkeys(type(block) for block in blocks) if blocks else {type(child): None})
-    return list(found)
 
 
 def _library_mesh(dp_mesh: DeviceMesh) -> DeviceMesh:

@@ -10,10 +10,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_automodel._compat.dtensor import refuse_gathering
 from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.megatron_fsdp.plain import Slice
+from lightning_automodel.parallel.whole_draws import refuse_draws
+
+_NOT_GATHERED = (
+    "a parameter or gradient that Megatron-FSDP shards is needed whole (by full_tensor(), a median, a product): its "
+    "ranks hold rows in uneven numbers, which torch cannot gather; a checkpoint has whole tensors, and under "
+    "FSDP2TPStrategy full_tensor() and such operations work"
+)
+
+
+def refuse_operations(mesh: DeviceMesh, dp: int, tp: int) -> None:
+    """Refuse what of shards in uneven numbers would be wrong, or would hang."""
+    if dp * tp > 1:
+        refuse_draws(mesh)
+    if dp > 1:
+        refuse_gathering(mesh, _NOT_GATHERED)
 
 
 def describe_shards(

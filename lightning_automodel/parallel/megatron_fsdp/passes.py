@@ -10,17 +10,25 @@ Which parameters the modules have in place, so that user code in between reads a
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.tensors import after_backward, is_accumulated_now
+from lightning_automodel._compat.tensors import after_backward, is_accumulated_now, is_in_backward
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.hidden_outputs import differentiable
+from lightning_automodel.parallel.megatron_fsdp.reentrant import ReachedAgain
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
+from lightning_automodel.parallel.megatron_fsdp.units import viewed
 from lightning_automodel.parallel.written_weights import refuse_written_weights
+
+_IN_A_UNIT = (
+    "which Megatron-FSDP gathers as one. Call that, with a forward that takes both ways; or name the classes of its "
+    "parts in megatron_fsdp_unit_modules; or use zero_dp_strategy=2, which keeps parameters whole"
+)
 
 
 class Passes:
@@ -28,7 +36,7 @@ class Passes:
 
     Args:
         sharded: what is told.
-        modules: those modules; any part of them that is not inside of a unit may be called by itself.
+        modules: those modules; any part of them that is not inside of a block may be called by itself.
 
     Attributes:
         is_accumulating: backward passes are of micro-batches that are not the last of their step.
@@ -39,7 +47,9 @@ class Passes:
         self.sharded = sharded
         self.is_accumulating = self.is_read = False
         self._depth = 0
-        self._is_backward = False
+        self._is_backward = self._is_called = self._has_failed = False
+        named = ((n.partition(".")[2], p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
+        self._reached_again = ReachedAgain(named)
         for module in modules:
             for part in _outside_of_units(module, sharded.units):
                 # Before the library's own hook, which gathers what it finds in place.
@@ -47,6 +57,8 @@ class Passes:
                 part.register_forward_hook(self._leave, always_call=True)
                 is_unit = isinstance(part, sharded.units)
                 refuse_written_weights(part, _all_parameters if is_unit else _own_parameters)
+            if isinstance(module, sharded.units):
+                self._watch_parts(module)
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
@@ -55,20 +67,43 @@ class Passes:
         try:
             yield
         except BaseException:
-            self._is_backward = False  # what the pass has left of gradients is lost; the model can be used
+            self._is_backward, self._has_failed = False, True
             raise
         self._end()
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._depth += 1
-        if self._depth == 1 and not self._is_backward:
+        if self._is_called and not is_in_backward():  # nobody has said that it failed
+            self._is_backward, self._has_failed = False, True
+        if self._is_backward:
+            return
+        self._recover()
+        if self._depth == 1:
+            self._reached_again.begin_forward()
             self.sharded.begin_forward()
+        parts = module.parameters() if isinstance(module, self.sharded.units) else module.parameters(recurse=False)
+        self._reached_again.call(module, parts)
+
+    def _watch_parts(self, unit: nn.Module) -> None:
+        """Follow calls of parts of a model that is one unit, such as its encoder alone; an error where it is freed."""
+        for name, part in unit.named_modules():
+            if part is not unit:
+                part.register_forward_pre_hook(partial(self._enter_part, f"{type(unit).__name__}.{name}"), prepend=True)
+                part.register_forward_hook(self._leave, always_call=True)
+
+    def _enter_part(self, name: str, part: nn.Module, args: tuple) -> None:
+        self._enter(part, args)
+        if self._depth > 1 or self._is_backward:
+            return
+        if self.sharded.frees_units:
+            raise ValueError(f"{name} is called by itself, and is a part of {name.partition('.')[0]}, {_IN_A_UNIT}")
+        self.sharded.wrapper.all_gather_and_wait_parameters_ready(list(part.parameters()), prefetch=False)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._depth -= 1
         if self._depth > 0 or self._is_backward:
             return output
-        output = _viewed(output)
+        output = viewed(output)
         begins = differentiable(output)
         self.sharded.end_forward(is_trained=bool(begins) and not self.is_read)
         if begins:
@@ -84,6 +119,7 @@ class Passes:
             return
         if any(map(is_accumulated_now, self.sharded.trained)):
             self._begin()
+            self._is_called = True
             after_backward(self._end)
         else:  # torch.autograd.grad, with respect to inputs
             self._is_backward = True
@@ -94,20 +130,21 @@ class Passes:
         self._is_backward = False
         self.sharded.end_forward(is_trained=True)
 
+    def _recover(self) -> None:
+        self._is_called = False
+        if self._has_failed:
+            self._has_failed = False
+            self.sharded.abandon()
+
     def _begin(self) -> None:
+        self._recover()
+        self._reached_again.begin_backward()
         self.sharded.begin_backward(is_last=not self.is_accumulating)
         self._is_backward = True
 
     def _end(self) -> None:
-        self._is_backward = False
+        self._is_backward = self._is_called = False
         self.sharded.end_backward()
-
-
-def _viewed(output: Any) -> Any:
-    """View what the library watches once more: a gradient then meets our hook before its own, which gathers."""
-    if isinstance(output, Tensor):
-        return output.view_as(output)
-    return type(output)(map(_viewed, output)) if type(output) in (tuple, list) else output
 
 
 def _all_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

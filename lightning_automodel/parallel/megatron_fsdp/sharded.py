@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.clearing import clear_with_others
-from lightning_automodel._compat.dtensor import count_writes_through_data, refuse_gathering, writes_into
+from lightning_automodel._compat.dtensor import count_writes_through_data, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
+    abandon_pass,
     use_parameters_of_optimizer,
     use_raw_parameters,
 )
@@ -28,17 +29,12 @@ from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.distributed.replica_checksums import Replicas
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
-from lightning_automodel.parallel.megatron_fsdp.library import shard, unit_classes
+from lightning_automodel.parallel.megatron_fsdp.library import shard
 from lightning_automodel.parallel.megatron_fsdp.norms import Norms
-from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards
+from lightning_automodel.parallel.megatron_fsdp.order import Calls, ReductionsInOrder
+from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards, refuse_operations
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
-from lightning_automodel.parallel.whole_draws import refuse_draws
-
-_NOT_GATHERED = (
-    "a parameter or gradient that Megatron-FSDP shards is needed whole (by full_tensor(), a median, a product): its "
-    "ranks hold rows in uneven numbers, which torch cannot gather; a checkpoint has whole tensors, and under "
-    "FSDP2TPStrategy full_tensor() and such operations work"
-)
+from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
 
 
 class ShardedModules:
@@ -75,6 +71,7 @@ class ShardedModules:
         slices = {name: slice_of(p) for name, p in container.named_parameters()}
         units = unit_classes(container, config.megatron_fsdp_unit_modules)
         self.wrapper = shard(container, dp_mesh, config, dtypes, device, units)
+        self._reductions = ReductionsInOrder(self.wrapper)
         for name, found in slices.items():
             if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
                 sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
@@ -84,7 +81,7 @@ class ShardedModules:
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
-        self._refuse_operations()
+        refuse_operations(self._mesh, dp_mesh.size(), tp_mesh.size())
         starts, copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
@@ -92,24 +89,25 @@ class ShardedModules:
         if dtypes.main is not None:
             self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
         self.units = tuple(units)
-        self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
-        self._reached: set[str] = set()
-        for name, raw in self.wrapper.raw_param.items():
-            if raw.requires_grad:
-                raw.register_post_accumulate_grad_hook(partial(self._note, name))
+        self._watch(container)
         self._cleared: set[str] = set()  # within a window
+        self._left: dict[str, Tensor] = {}
         self._window_is_closed = self._is_outdated = True
+        self._is_abandoned = False
         self._writes_seen = 0
         clear_with_others(self)
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
 
-    def _refuse_operations(self) -> None:
-        """Refuse what of shards in uneven numbers would be wrong, or would hang."""
-        if self._dp_mesh.size() * self._tp_mesh.size() > 1:
-            refuse_draws(self._mesh)
-        if self._dp_mesh.size() > 1:
-            refuse_gathering(self._mesh, _NOT_GATHERED)
+    def _watch(self, container: nn.Module) -> None:
+        """Note what passes meet: units and parameters."""
+        gathered = container.named_modules() if self.frees_units else ()
+        self._calls = Calls((name.partition(".")[2], m) for name, m in gathered if isinstance(m, self.units))
+        self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
+        self._reached: set[str] = set()
+        for name, raw in self.wrapper.raw_param.items():
+            if raw.requires_grad:
+                raw.register_post_accumulate_grad_hook(partial(self._note, name))
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
@@ -125,13 +123,17 @@ class ShardedModules:
         if self._is_outdated or self._writes() != self._writes_seen:
             # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
             self.wrapper.install_optimized_model_weights()
+            self._await_gathers()
             self.wrapper.synchronize_param_gather()
             self._is_outdated, self._writes_seen = False, self._writes()
         if self.wrapper.is_param_fsdp_distributed:
             use_raw_parameters(self.wrapper)
             # The library gathers what belongs to a module when that is called. Whoever reads parameters of one that is
-            # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory.
-            self.wrapper.all_gather_and_wait_parameters_ready(self._outside, prefetch=False)
+            # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory; and ranks
+            # call layers that samples choose (experts) in different orders.
+            self.wrapper.all_gather_and_wait_parameters_ready(
+                self._gathered_at_once, prefetch=False, wait_bucket_ready=self.frees_units
+            )
 
     def end_forward(self, is_trained: bool) -> None:
         """Puts the parameters of the optimizer in place, where others are freed or what is written into them is lost.
@@ -139,7 +141,7 @@ class ShardedModules:
         Args:
             is_trained: a backward pass may follow, in which parameters that are not freed have gradients.
         """
-        if self.config.zero_dp_strategy == 3 or not is_trained:
+        if self.frees_units or not is_trained:
             use_parameters_of_optimizer(self.wrapper)
 
     def begin_backward(self, is_last: bool) -> None:
@@ -149,18 +151,26 @@ class ShardedModules:
             is_last: this micro-batch ends the window, so gradients are to be reduced.
 
         Raises:
-            ValueError: if gradients of an earlier window are left, and the stage cannot add to them; or if a parameter
-                was frozen or unfrozen since it was sharded.
+            ValueError: if a parameter was frozen or unfrozen since it was sharded, or what a pass has left that an
+                exception ended was not cleared.
         """
         self._refuse_changes_of_what_trains()
+        cleared = self._cleared
         if self._window_is_closed:
             self._follow_zero_grad()
         elif self._cleared:
             self._clear(self._cleared)
+        if self._is_abandoned and {n for n, p in self._parameters.items() if p.requires_grad} - cleared:
+            raise ValueError(
+                "a backward pass was ended by an exception, and gradients of a part of its layers are left; call "
+                "self.zero_grad() before the next one"
+            )
+        self._is_abandoned = False
         self._cleared = set()
         self._window_is_closed = False
         use_raw_parameters(self.wrapper)
         self.wrapper.is_last_microbatch = is_last
+        self._reductions.begin()
         # The library's own hook stands on outputs that are tensors, tuples or lists.
         self.wrapper.pre_backward()
 
@@ -169,12 +179,19 @@ class ShardedModules:
         self.wrapper.post_backward()
         self._is_outdated = True  # from the next step on
         if self.wrapper.is_last_microbatch:
+            self._await_gathers()
             self.wrapper.finish_grad_sync()
             self._window_is_closed = True
             self._give_empty_gradients()
+            self._add_left_gradients()
             self._check_gradients()
         else:
             use_parameters_of_optimizer(self.wrapper)
+
+    def abandon(self) -> None:
+        """Begin anew behind a backward pass that an exception has ended."""
+        abandon_pass(self.wrapper)
+        self._is_outdated = self._is_abandoned = True
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
         """Note that ``zero_grad`` clears ``parameters`` within a window; else clear those that the optimizer has in the
@@ -191,11 +208,25 @@ class ShardedModules:
         if set_to_none:
             self._reached -= names
 
+    @property
+    def frees_units(self) -> bool:
+        """Tell whether parameters of units are there within these only."""
+        return self.config.zero_dp_strategy == 3
+
     @cached_property
-    def _outside(self) -> list[Tensor]:
-        """Parameters that compute and are gathered with no unit."""
+    def _gathered_at_once(self) -> list[Tensor]:
+        """Parameters that compute and are gathered in one order before a forward pass: all that no unit frees."""
+        named = self.wrapper.raw_param.items()
+        if not self.frees_units:
+            return [p for _, p in named]
         units = [f"{name}." for name, module in self.wrapper.module.named_modules() if isinstance(module, self.units)]
-        return [p for name, p in self.wrapper.raw_param.items() if not name.startswith(tuple(units))]
+        return [p for name, p in named if not name.startswith(tuple(units))]
+
+    def _await_gathers(self) -> None:
+        """Wait for what was gathered and no module that was called has waited for: the library would warn."""
+        pipeline = self.wrapper.all_gather_pipeline
+        for bucket, is_backward in list(pipeline.param_gather_event_map):
+            pipeline.wait_bucket_ready(bucket, is_backward)
 
     def _writes(self) -> int:
         """Count writes to the optimizer's parameters."""
@@ -224,18 +255,16 @@ class ShardedModules:
         if not any(bool(to_local_if_dtensor(gradient).any()) for gradient in left.values()):
             self.wrapper.zero_grad_buffer()
             return
-        if self.config.zero_dp_strategy < 2:
-            raise ValueError(
-                "a backward pass begins with gradients that were reduced already, to which zero_dp_strategy="
-                f"{self.config.zero_dp_strategy} cannot add; call self.zero_grad() between optimizer steps, put all "
-                "micro-batches of a step but the last in `with self.trainer.strategy.block_backward_sync():`, or use "
-                "stage 2 or 3"
-            )
+        if self.config.zero_dp_strategy < 2:  # its buffers hold sums of this rank until the window ends
+            self._left = {name: to_local_if_dtensor(gradient).clone() for name, gradient in left.items()}
+            self.wrapper.zero_grad_buffer()
+            return
         self._clear(name for name in self._parameters if name not in left)
 
     def _clear(self, names: Iterable[str]) -> None:
         buffers = self.wrapper.param_and_grad_buffer
         for name in names:
+            self._left.pop(name, None)
             raw = self.wrapper.raw_param[name]
             group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
             if group.main_grad_buffer is not None:
@@ -252,6 +281,12 @@ class ShardedModules:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
+    def _add_left_gradients(self) -> None:
+        """Add gradients that the optimizer had when the window began."""
+        for name, gradient in self._left.items():
+            to_local_if_dtensor(self._parameters[name].grad).add_(gradient)
+        self._left = {}
+
     def _check_gradients(self) -> None:
         """Look whether gradients are finite, and take those away that no backward pass reached since they were cleared:
         they are zero, with which an optimizer still decays and moves a parameter.
@@ -262,9 +297,11 @@ class ShardedModules:
             self._warn_of_unused(unused)
             return
         power = self.norms.power(self._parameters.values(), 2.0)
-        sums = torch.stack([power, torch.full_like(power, len(unused))])
+        sums = torch.stack([power, torch.full_like(power, len(unused))]).double()
+        sums = torch.cat([sums, self._calls.terms().to(power.device)])
         dist.all_reduce(sums)
-        total, missing = sums.tolist()  # the only wait of the host
+        total, missing, *calls = sums.tolist()  # the only wait of the host
+        self._calls.check(*calls)
         if not math.isfinite(total):
             raise ValueError(
                 "a gradient is NaN or infinite; look for the first loss that is, or set "
@@ -287,6 +324,7 @@ class ShardedModules:
 
     def after_evaluation(self) -> None:
         """Frees what forward passes without a backward pass left gathered; parameters are those of the optimizer."""
+        self._await_gathers()
         self.wrapper.synchronize_param_gather()
         self._is_outdated = True
 
