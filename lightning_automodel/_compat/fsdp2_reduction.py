@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
 from lightning_automodel._compat.fake_shapes import is_fake
@@ -74,17 +74,6 @@ def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
         end_backward_pass(state)
 
 
-def lay_as_stored(parameters: Iterable[Tensor]) -> None:
-    """Lay gradients as their parameters lie, where a user's penalty on these gave them: FSDP2 adds its sums to shards.
-
-    DTensor (2.13) leaves those of fewer rows than ranks whole.
-    """
-    for parameter in parameters:
-        placements, gradient = getattr(parameter, "placements", None), parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != placements:
-            parameter.grad = gradient.redistribute(placements=placements)
-
-
 class _Reduction:
     """What a group of parameters does behind its backward pass, with flags of the gradients that this rank has."""
 
@@ -107,7 +96,6 @@ class _Reduction:
             self._note_what_waits()
             return
         self.note(self.number, takes_part, [held.sharded_param for held in trained])
-        lay_as_stored([held.sharded_param for held in trained])
         has = [gradient_of(held) is not None for held in trained]
         sums = self.flags.mark(_marked(has, complete(group, trained), group.device))
         for held in (held for held, there in zip(trained, has, strict=True) if not there):

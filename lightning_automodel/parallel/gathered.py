@@ -30,13 +30,14 @@ from lightning_automodel.modules.parameter_swap import describe_replaced, stands
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
+from lightning_automodel.parallel.laid_gradients import lay_gradients
 
 _IS_READ = "_is_called_to_be_read"
 
 
 def watch_gathered(model: nn.Module) -> None:
     """Free an FSDP2 root where no backward pass follows its forward pass, and refuse what would need its copies later:
-    stale ones, and gradients of gradients.
+    stale ones, and gradients of gradients. What shards get beside what copies get is laid as they lie.
     """
     units = fsdp_units(model)
     behind = _LooksBehind(units)
@@ -49,6 +50,7 @@ def watch_gathered(model: nn.Module) -> None:
     clear_with_others(behind)
     _watched_in_steps().add(behind)
     note_gathers(model)
+    lay_gradients(model)
 
 
 def call_to_read(roots: Iterable[FSDPModule], is_read: bool) -> None:

@@ -131,7 +131,15 @@ def test_whole_parameters_of_users(way: str, nursery: Nursery, pool2: Pool) -> N
 
 
 class Penalized(Noted):
-    """A penalty on what has fewer rows than ranks, by sums over shards."""
+    """A penalty on what has fewer rows than ranks, by sums over shards.
+
+    Args:
+        first: autograd comes to the penalty before FSDP2 reduces the layer, whose inputs need no gradient.
+    """
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -141,19 +149,21 @@ class Penalized(Noted):
     def loss(self, batch: list[Tensor]) -> Tensor:
         penalty: Any = sum(parameter.square().sum() for parameter in self.value.parameters())
         output = self.model(input_ids=batch[0], labels=batch[0], output_hidden_states=True)
-        values = self.value(output.hidden_states[-1].detach()).square().mean()
+        features = output.hidden_states[-1]
+        values = self.value(features.detach() if self.first else features).square().mean()
         return output.loss + values + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
 
 
-def gradients_of_penalized(strategy: Any) -> list[dict[str, Tensor]]:
+def gradients_of_penalized(strategy: Any, first: bool) -> list[dict[str, Tensor]]:
     """Runs on each rank."""
-    module = Penalized()
+    module = Penalized(first)
     make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, batches(world_size()))
     return module.gradients
 
 
-def test_a_penalty_on_fewer_rows_than_ranks(nursery: Nursery, pool2: Pool) -> None:
-    (expected,) = Pool(nursery, 1).run(gradients_of_penalized, "auto", trainer=True)
-    for actual in pool2.run(gradients_of_penalized, {}, trainer=True):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_penalty_on_fewer_rows_than_ranks(first: bool, nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of_penalized, "auto", first, trainer=True)
+    for actual in pool2.run(gradients_of_penalized, {}, first, trainer=True):
         for one, many in zip(expected, actual, strict=True):
             check_gradients(one, many)
