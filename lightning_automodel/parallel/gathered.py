@@ -1,9 +1,9 @@
 """Looks after what an FSDP2 model holds gathered behind a forward pass: copies, which nobody may change or keep."""
 
 import functools
-from collections.abc import Iterable
-from typing import Any
-from weakref import WeakSet
+from collections.abc import Hashable, Iterable
+from typing import Any, cast
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_automodel._compat.clearing import clear_with_others
-from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given, writes_into
+from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
 from lightning_automodel._compat.fsdp2 import (
     clear_behind_copies,
     disagreeing_parameters,
@@ -31,6 +31,7 @@ from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.laid_gradients import lay_gradients
+from lightning_automodel.parallel.written_copies import WrittenCopies
 
 _IS_READ = "_is_called_to_be_read"
 
@@ -40,7 +41,7 @@ def watch_gathered(model: nn.Module) -> None:
     stale ones, and gradients of gradients. What shards get beside what copies get is laid as they lie.
     """
     units = fsdp_units(model)
-    behind = _LooksBehind(units)
+    behind = _LooksBehind(model, units)
     model.register_forward_pre_hook(_CheckCopies(units), prepend=True)
     model.register_forward_pre_hook(behind.check_writes, prepend=True)
     for unit in units:  # any of them may be called by itself
@@ -48,7 +49,7 @@ def watch_gathered(model: nn.Module) -> None:
         unit.register_forward_pre_hook(_TakesData(), prepend=True)
     model.register_forward_hook(behind)
     clear_with_others(behind)
-    _watched_in_steps().add(behind)
+    _watching().add(behind)
     note_gathers(model)
     lay_gradients(model)
 
@@ -67,7 +68,11 @@ def free(units: Iterable[FSDPModule]) -> None:
     What is gathered is a copy: it would not notice that ``requires_grad`` of a parameter changes before the next
     forward pass, and changes of its values by hand would be lost.
     """
-    for unit in units:
+    freed = set(units)
+    for behind in list(_watching()):
+        if not freed.isdisjoint(behind.units):
+            behind.check_writes()
+    for unit in freed:
         if not is_kept_gathered(unit):
             unit.reshard()
 
@@ -84,8 +89,8 @@ def free_copies(units: Iterable[FSDPModule], optimizer: Optimizer) -> None:
 
 
 @functools.cache
-def _watched_in_steps() -> "WeakSet[_LooksBehind]":
-    """Return what is told of each step of an optimizer, by whatever loop."""
+def _watching() -> "WeakSet[_LooksBehind]":
+    """Return what looks behind forward passes; it is told of each step of an optimizer, by whatever loop."""
     told: WeakSet[_LooksBehind] = WeakSet()
 
     def tell(optimizer: Optimizer, *unused: Any) -> None:
@@ -134,29 +139,29 @@ class _LooksBehind:
     """Looks whether a backward pass follows: a forward hook. Until it comes, modules have copies in place of shards.
 
     Args:
+        model: names of parameters in messages are those in it.
         units: of the model.
     """
 
-    def __init__(self, units: list[FSDPModule]) -> None:
+    def __init__(self, model: nn.Module, units: list[FSDPModule]) -> None:
         self.units = units
-        self._copies: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._model = ref(model)
+        self._written = WrittenCopies()
 
-    def check_writes(self, model: nn.Module, args: tuple) -> None:
-        """Refuse what was written into copies behind the last forward pass: they are freed, or will be.
+    def check_writes(self, *unused: Any) -> None:
+        """Refuse what was written into copies behind the last forward pass; a forward pre-hook, too."""
+        self._written.check(self._describe)
 
-        Raises:
-            ValueError: naming the parameter.
-        """
-        copies, self._copies = self._copies, []
-        for owner, name, copy, writes in copies:
-            if writes_into(copy) != writes:
-                path = next((f"{path}." for path, part in model.named_modules() if part is owner and path), "")
-                raise ValueError(
-                    f"{path}{name} of {class_names(model)[0]} was written into behind a forward pass, where it is a "
-                    "gathered copy that the backward pass frees: the sharded parameter has not changed. Write before "
-                    "the model is called (on_train_batch_start), or behind the backward pass (on_train_batch_end); "
-                    "call a model that no backward pass follows within torch.no_grad()"
-                )
+    def _describe(self, key: Hashable) -> str:
+        owner, name = cast(tuple[nn.Module, str], key)
+        model = self._model()
+        assert model is not None
+        path = next((f"{path}." for path, part in model.named_modules() if part is owner and path), "")
+        return f"{path}{name} of {class_names(model)[0]}"
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        self.check_writes()
+        _check_order(gradient)
 
     def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
         """Clear the gradients of shards, of which ``zero_grad`` of a module has met the copies."""
@@ -164,11 +169,11 @@ class _LooksBehind:
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
         if not (begins := differentiable(output)) or vars(model).get(_IS_READ):
-            free(fsdp_units(model))
+            free(self.units)
         elif not torch.compiler.is_compiling():
             note_what_trains(self.units)
-            self._copies = [(*found, writes_into(found[2])) for found in gathered_copies(self.units)]
-            register_multi_grad_hook(begins, _check_order, mode="any")
+            self._written.note(((owner, name), copy) for owner, name, copy in gathered_copies(self.units))
+            register_multi_grad_hook(begins, self._begin_backward, mode="any")
 
 
 def _check_order(grad: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_automodel import parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.layouts import LAYOUTS
 from tests.support.training import VOCABULARY, Descending, batches, make_trainer, tiny_llama, whole
 
 STEPS, ROWS = 3, 4
@@ -84,20 +85,71 @@ def test_written_between_the_passes(graph: bool, words: str, pool2: Pool) -> Non
         assert words in message
 
 
-def shrink(ranks: int) -> None:
-    """Writes into parameters behind a forward pass."""
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda parameter: parameter.mul_(0.5),
+    "its data": lambda parameter: parameter.data.mul_(0.5),
+}
+
+
+def write(way: str, follows: bool, ranks: int) -> None:
+    """Writes into parameters behind a forward pass: from the second time on it is seen in either way."""
     model = parallelize(tiny_llama(), build_mesh(resolve_sizes(ranks, dp_shard=ranks), "cpu"))
     ids = torch.zeros(1, 8, dtype=torch.long)
-    for _ in range(2):
-        model(ids, labels=ids)
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(0.5)
+                WAYS[way](parameter)
+        if follows:
+            loss.backward()
 
 
-def test_written_in_a_loop_of_ones_own(pool2: Pool) -> None:
-    for message in pool2.run(refuse, shrink, 2):
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_written_in_a_loop_of_ones_own(way: str, follows: bool, pool2: Pool) -> None:
+    for message in pool2.run(refuse, write, way, follows, 2):
         assert WRITTEN in message
+
+
+class Writes(Descending):
+    """Writes behind the forward pass of an automatic step."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                WAYS[self.way](parameter)
+        return loss
+
+
+def train(way: str, layout: str) -> None:
+    make_trainer(LAYOUTS[layout].make(), max_epochs=1).fit(Writes(way), batches(2))
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "megatron1-dp2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_written_in_a_step(way: str, layout: str, pool2: Pool) -> None:
+    for message in pool2.run(refuse, train, way, layout, trainer=True):
+        assert "model.embed_tokens.weight" in message
+        assert "was written into behind a forward pass" in message
+
+
+def read(ranks: int) -> None:
+    """Reads the data of parameters behind a forward pass."""
+    model = parallelize(tiny_llama(), build_mesh(resolve_sizes(ranks, dp_shard=ranks), "cpu"))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        assert all(bool(parameter.data.isfinite().all()) for parameter in model.parameters())
+        loss.backward()
+
+
+def test_what_is_read_is_no_error(pool2: Pool) -> None:
+    pool2.run(read, 2)
 
 
 def perturb(ranks: int) -> list[Tensor]:

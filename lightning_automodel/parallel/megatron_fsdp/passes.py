@@ -8,7 +8,7 @@ Which parameters the modules have in place, so that user code in between reads a
     elsewhere          the optimizer's; what is written into them computes from the next forward pass on
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.megatron_fsdp.reentrant import ReachedAgain
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 from lightning_automodel.parallel.megatron_fsdp.units import viewed
+from lightning_automodel.parallel.written_copies import WrittenCopies
 from lightning_automodel.parallel.written_weights import refuse_written_weights
 
 _IN_A_UNIT = (
@@ -48,8 +49,9 @@ class Passes:
         self.is_accumulating = self.is_read = False
         self._depth = 0
         self._is_backward = self._is_called = self._has_failed = False
-        named = ((n.partition(".")[2], p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
+        named = ((_of_library(n), p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
         self._reached_again = ReachedAgain(named)
+        self._written = WrittenCopies()
         for module in modules:
             for part in _outside_of_units(module, sharded.units):
                 # Before the library's own hook, which gathers what it finds in place.
@@ -79,6 +81,7 @@ class Passes:
             return
         self._recover()
         if self._depth == 1:
+            self._written.check(_of_library)
             self._reached_again.begin_forward()
             self.sharded.begin_forward()
         parts = module.parameters() if isinstance(module, self.sharded.units) else module.parameters(recurse=False)
@@ -105,7 +108,10 @@ class Passes:
             return output
         output = viewed(output)
         begins = differentiable(output)
-        self.sharded.end_forward(is_trained=bool(begins) and not self.is_read)
+        is_trained = bool(begins) and not self.is_read
+        self.sharded.end_forward(is_trained)
+        if is_trained and not self.sharded.frees_units:
+            self._written.note(self.sharded.wrapper.raw_param.items())
         if begins:
             register_multi_grad_hook(begins, self._begin_if_called, mode="any")
         return output
@@ -138,6 +144,7 @@ class Passes:
 
     def _begin(self) -> None:
         self._recover()
+        self._written.check(_of_library)
         self._reached_again.begin_backward()
         self.sharded.begin_backward(is_last=not self.is_accumulating)
         self._is_backward = True
@@ -145,6 +152,11 @@ class Passes:
     def _end(self) -> None:
         self._is_backward = self._is_called = False
         self.sharded.end_backward()
+
+
+def _of_library(key: Hashable) -> str:
+    """Name a parameter by its name in the library's wrapper: within a list of all modules that are sharded together."""
+    return str(key).partition(".")[2]
 
 
 def _all_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
