@@ -1,6 +1,6 @@
 """Private names of torch's modules: the tables that public methods read, and write with checks only."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,6 +79,24 @@ def gradient_hooks_of(parameter: nn.Parameter) -> list[Any]:
 def hooks_after_accumulation(parameter: nn.Parameter) -> list[Any]:
     """Returns what ``parameter.register_post_accumulate_grad_hook`` was given."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def wrap_gradient_hooks(parameter: nn.Parameter, wrap: Callable[[Any], Any]) -> None:
+    """Put ``wrap(hook)`` in the place of each hook that ``parameter.register_hook`` was given: in the very dict, of
+    which the handles of users remove it.
+    """
+    _wrap_all(parameter._backward_hooks, wrap)
+
+
+def wrap_hooks_after_accumulation(parameter: nn.Parameter, wrap: Callable[[Any], Any]) -> None:
+    """Do the same with what ``parameter.register_post_accumulate_grad_hook`` was given."""
+    _wrap_all(parameter._post_accumulate_grad_hooks, wrap)
+
+
+def _wrap_all(hooks: dict[int, Any] | None, wrap: Callable[[Any], Any]) -> None:
+    for key, hook in (hooks or {}).items():
+        assert hooks is not None
+        hooks[key] = wrap(hook)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         ValueError: naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if any(map(_is_of_user, gradient_hooks_of(parameter))):
+        if any(map(is_of_user, gradient_hooks_of(parameter))):
             raise ValueError(
                 f"{name} has a hook (register_hook) that would never run: sharding replaces parameters, and writes "
                 f"their reduced gradients itself; {_INSTEAD}"
@@ -39,7 +39,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 
 def find_hook_after_accumulation(model: nn.Module) -> str | None:
     """Find a parameter with a hook of a user's that runs when its gradient was added to those of the step so far."""
-    return next((n for n, p in model.named_parameters() if any(map(_is_of_user, hooks_after_accumulation(p)))), None)
+    return next((n for n, p in model.named_parameters() if any(map(is_of_user, hooks_after_accumulation(p)))), None)
 
 
 def refuse_hooks_after_accumulation(model: nn.Module, why: str) -> None:
@@ -69,9 +69,9 @@ def warn_of_parts(
         whole: which outputs, and which gradients, are those of one process.
     """
     vars(model).setdefault(_PARTS, []).append((seeing_parts, why, boundaries, whole))
-    forward = [name for name in seeing_parts if any(map(_is_of_user, hooks_of(model.get_submodule(name))))]
+    forward = [name for name in seeing_parts if any(map(is_of_user, hooks_of(model.get_submodule(name))))]
     around = dict.fromkeys([*boundaries, *seeing_parts])
-    backward = [name for name in around if any(map(_is_of_user, backward_hooks_of(model.get_submodule(name))))]
+    backward = [name for name in around if any(map(is_of_user, backward_hooks_of(model.get_submodule(name))))]
     if forward:
         warn_once(
             f"{_first(forward)}: a forward hook of yours will see a rank's part of the values there ({why}); what it "
@@ -95,7 +95,8 @@ def _first(names: Sequence[str]) -> str:
     return f"{names[0] or 'the model'}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
-def _is_of_user(hook: Any) -> bool:
+def is_of_user(hook: Any) -> bool:
+    """Tell whether a hook is none of a library's, this one included."""
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__module__", None) or type(hook).__module__

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel.modules.forward import code_of
 from lightning_automodel.plans.linearity import Kind
 from lightning_automodel.plans.styles import Enter, Leave, Style
 
@@ -20,7 +22,7 @@ class Term:
     """A member of a boundary child that gives a rank's term of the sum.
 
     Attributes:
-        known: its class is; otherwise what it computes is watched as well.
+        known: its class is, and its code is that of the class; otherwise what it computes is watched as well.
         parameters: its own that make terms, and what they are.
     """
 
@@ -31,6 +33,15 @@ class Term:
 def package(module: nn.Module) -> str:
     """Returns the package that defines a module's class."""
     return type(module).__module__.partition(".")[0]
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Tell whether a module does what its style says; code that was assigned to its ``forward`` may do anything."""
+    code = code_of(module)
+    while isinstance(code, partial):
+        code = code.func
+    own = (getattr(code, "__module__", None) or "").partition(".")[0]
+    return package(module) in KNOWN and own in (*KNOWN, "lightning_automodel")
 
 
 def derive_terms(
@@ -52,7 +63,7 @@ def derive_terms(
     found = {}
     for boundary in boundaries:
         below = {n: m for n, m in modules.items() if n == boundary or n.startswith(f"{boundary}.")}
-        if measured and all(package(module) in KNOWN for module in below.values()):
+        if measured and all(map(_is_known, below.values())):
             continue
         terms = {n: _term(n, m, module_styles.get(n), parameter_styles) for n, m in below.items()}
         itself = terms[boundary]
@@ -65,4 +76,4 @@ def _term(name: str, module: nn.Module, style: Style | None, parameter_styles: M
     styles = {p: parameter_styles[f"{name}.{p}"] for p in own_parameters(module) if f"{name}.{p}" in parameter_styles}
     own = {p: Kind.PARTIAL if p == "bias" else Kind.ROW for p, s in styles.items() if s.closes}
     gives = style is not None and (style.leave is Leave.REDUCE or style.enter is Enter.DIVIDE)
-    return Term(gives and package(module) in KNOWN, own) if own or gives else None
+    return Term(gives and _is_known(module), own) if own or gives else None

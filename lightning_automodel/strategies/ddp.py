@@ -31,9 +31,13 @@ from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
 from lightning_automodel.strategies.replica_gradients import PlainBackward, average_gradients, reduce_in_float32
+from lightning_automodel.strategies.replica_hooks import HooksOfReplicas
 from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
 
 _PREPARED = "_prepared_for_ddp"
+HOOKED_EACH_TIME = (
+    "a parameter has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
+)
 
 
 class DDPStrategy(SharedHooks, LightningDDPStrategy):
@@ -90,8 +94,9 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         self.config = DDPConfig.chosen(config)
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._readers: ProcessGroup | None = None
-        self._averages_itself = False
-        self._plain_backward: PlainBackward | None = None
+        self._averages_itself = self._has_averaged = self._is_stepping = False
+        self._plain: PlainBackward
+        self._hooks: HooksOfReplicas | None = None
         super().__init__(
             process_group_backend=process_group_backend or self.config.backend,
             timeout=timeout,
@@ -169,9 +174,11 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
             self._reduced = self._trained()
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
                 self._enable_model_averaging()
-            if not self._module.automatic_optimization and self.data_size > 1:
-                self._plain_backward = PlainBackward(self._module.parameters(), lambda: not self._reduces)
-                self.precision_plugin.around_backward = self._plain_backward.known
+            if self.data_size > 1:
+                self._hooks = HooksOfReplicas(self._module, lambda: self._plain.is_known)
+                is_held, then = lambda: self._is_stepping or not self._reduces, self._hooks.run_on_sums
+                self._plain = PlainBackward(self._module, is_held, then)
+                self.precision_plugin.around_backward = self._around_backward
 
     @property
     def _reduces(self) -> bool:
@@ -181,15 +188,24 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._averages_itself = False
+        if self._hooks is not None:
+            self._begin_passes(self._hooks)
         if self._trained() != self._reduced:  # a callback unfroze a layer, or another adapter is in use
             self._wrap_again()
         handle = self._module.register_forward_hook(self._end_forward)
+        self._is_stepping = self._module.automatic_optimization  # its gradients are reduced with those of its loss
         try:
             return super().training_step(*args, **kwargs)
         finally:
             handle.remove()
+            self._is_stepping = False
             if self._averages_itself:
                 self.model.require_backward_grad_sync = True  # type: ignore[union-attr]
+
+    def _begin_passes(self, hooks: HooksOfReplicas) -> None:
+        hooks.find()
+        hooks.forget()
+        self._plain.forget()
 
     def _wrap_again(self) -> None:
         trained = self._trained()
@@ -210,15 +226,30 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
             self._averages_itself = True  # the wrapper is not prepared, and reduces nothing
         else:
             super().pre_backward(closure_loss)
+        if self._hooks is not None:
+            self._plain.expect(closure_loss)
+
+    @contextmanager
+    def _around_backward(self) -> Generator[None, None, None]:
+        """Surrounds autograd's work, behind which ``on_after_backward`` sees the gradients of all ranks."""
+        assert self._hooks is not None
+        self._hooks.find()
+        with self._plain.known():
+            yield
+        if self._averages_itself:
+            automatic, self._averages_itself = self._module.automatic_optimization, False
+            average_gradients([p for p in self._module.parameters() if automatic or p.requires_grad])
+            self._has_averaged = True
+        self._hooks.run_on_gradients()
+        if self._reduces:
+            self._hooks.run_on_sums()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._averages_itself:
-            automatic, self._averages_itself = self._module.automatic_optimization, False
-            average_gradients([p for p in self._module.parameters() if automatic or p.requires_grad])
-        elif self._reduces:
+        if self._reduces and not self._has_averaged:
             check_all_reduced(self.model)
+        self._has_averaged = False
 
     def _must_average(self) -> bool:
         """Tell whether gradients are due, and torch's wrapper would leave some on their rank, without a word."""
@@ -236,8 +267,8 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the gradients of backward passes on their rank, within this context."""
-        if self._reads_between:
-            warn_once(REDUCED_EACH_TIME)
+        if self._reads_between or self._have_hooks_of_sums():
+            warn_once(REDUCED_EACH_TIME if self._reads_between else HOOKED_EACH_TIME)
             yield
             return
         if not self.config.static_graph:
@@ -248,6 +279,12 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         # of gradients that are equal already stay what they are, so reducing each time is exact.
         warn_once("static_graph=True: gradients are reduced at every micro-batch, since torch cannot defer it then")
         yield
+
+    def _have_hooks_of_sums(self) -> bool:
+        if self._hooks is None:
+            return False
+        self._hooks.find()
+        return self._hooks.read_sums
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -265,15 +302,17 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         if "Expected to have finished reduction in the prior iteration" in text:  # of which Lightning says less
             exception.args = (
                 "training_step left parameters that require a gradient unused. If that is meant, freeze them "
-                "(requires_grad_(False) in configure_model), or use DDPConfig(find_unused_parameters=True). "
+                "(requires_grad_(False) in configure_model), or use DDPConfig(find_unused_parameters=True). If your "
+                "code goes on behind an exception of a backward pass, leave the batch out before that pass. "
                 f"torch says: {text}",
             )
 
     @override
     def teardown(self) -> None:
         self.model = self.lightning_module  # without the wrapper
-        if self._plain_backward is not None:
-            self._plain_backward.remove()
+        if self._hooks is not None:
+            self._plain.remove()
+            self._hooks.remove()
         super().teardown()
 
 

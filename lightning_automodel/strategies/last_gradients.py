@@ -17,7 +17,7 @@ from lightning_automodel._compat.lightning import skips_backward
 from lightning_automodel._compat.modules import hooks_of
 from lightning_automodel.modules.reachable_code import is_of_library, names_in, objects_of, reachable_code, strings_in
 
-REDUCED_EACH_TIME = "on_after_backward names gradients, so they are reduced at every micro-batch"
+REDUCED_EACH_TIME = "on_after_backward or backward names gradients, so they are reduced at every micro-batch"
 
 
 class LastGradients:
@@ -72,11 +72,14 @@ def may_read_gradients(module: "pl.LightningModule", others: Iterable[object] = 
 
 
 def read_between_micro_batches(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:
-    """Tell whether a hook that runs behind the backward pass of each micro-batch names gradients of parameters."""
+    """Tell whether a hook that runs behind the backward pass of each micro-batch, or is it, names gradients of
+    parameters.
+    """
     own: list[Any] = [thing for thing in (module, *callbacks) if is_overridden("on_after_backward", thing)]
+    functions = [thing.on_after_backward for thing in own] + [module.backward] * is_overridden("backward", module)
     parts = (part for module_ in module.modules() for part in (module_, *vars(module_).values()))
-    kinds = {type(thing) for thing in objects_of([*own, *parts])} if own else set()
-    return _name_gradients([thing.on_after_backward for thing in own], kinds)
+    kinds = {type(thing) for thing in objects_of([*own, *parts])} if functions else set()
+    return _name_gradients(functions, kinds)
 
 
 def run_before_backward(module: "pl.LightningModule", callbacks: Iterable["pl.Callback"]) -> bool:

@@ -259,12 +259,12 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         """Marks backward passes as part of a window of micro-batches that is not complete, within this context.
 
         Raises:
-            ValueError: if ``on_after_backward`` would see no gradients there.
+            ValueError: if ``on_after_backward`` or ``backward`` would see no gradients there.
         """
         if self._reads_between:
             raise ValueError(
-                "on_after_backward names gradients, and Megatron-FSDP keeps those of all micro-batches but the last of "
-                "a step in buffers of its own; change gradients in on_before_optimizer_step, or use "
+                "on_after_backward or backward names gradients, and Megatron-FSDP keeps those of all micro-batches but "
+                "the last of a step in buffers of its own; change gradients in on_before_optimizer_step, or use "
                 "accumulate_grad_batches=1, or FSDP2TPStrategy"
             )
         self._passes.is_accumulating = True

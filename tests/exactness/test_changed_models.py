@@ -156,6 +156,33 @@ def test_they_have_the_numbers_of_one_process(sizes: Any, config: Any, makers: A
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 
 
+def with_code_that_gives(change: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(lambda self, x: change(type(self).forward(self, x), x), layer.mlp)
+    return model
+
+
+def with_scaled_sums() -> nn.Module:
+    return with_code_that_gives(lambda output, x: 0.5 * output)
+
+
+def change_sums() -> tuple[float, list[str]]:
+    """Runs on each rank: the largest error of code that keeps a sum one, and what is said of code that does not."""
+    schedule, said = Schedule(steps=1, micro_batches=1, clip=None), []
+    for change in (lambda output, x: output + 0.1, lambda output, x: output + 0.1 * torch.randn_like(x)):
+        with pytest.raises(ValueError, match="summed over the tp ranks as a whole") as caught:
+            compare(partial(with_code_that_gives, change), {"tp": 2}, 2, schedule)
+        said.append(str(caught.value))
+    return compare(with_scaled_sums, {"tp": 2}, 2, schedule).largest[0], said
+
+
+def test_assigned_code_is_to_keep_sums(pool2: Pool) -> None:
+    for error, said in pool2.run(change_sums):
+        assert error < BOUND
+        assert all("add adds to it what every rank has" in text for text in said)
+
+
 def test_which_modules_of_torch_work_on_features() -> None:
     alone = [nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.SiLU(), nn.Softmax(dim=-1), nn.Sequential(nn.GELU())]
     mixing = [nn.ZeroPad2d(1), nn.Softmax(dim=1), nn.LayerNorm((8, 4)), nn.GroupNorm(1, 8), nn.GLU(1), nn.PReLU(8)]

@@ -1,6 +1,13 @@
 """A run with dropout at tp=2 equals one process's on CPU: whole values, heads, features, and rows of the sequence."""
 
+import random
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rrelu, silu
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.testing.pool import Pool
@@ -44,3 +51,55 @@ CASES = [
 def test_dropout_is_that_of_one_process(pool2: Pool) -> None:
     for found in pool2.run(errors, CASES, Schedule(steps=1, length=13)):
         assert [where for error, where in found if not error <= BOUND] == []
+
+
+# ---- draws of a user's own, in the features of a feed-forward --------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """Stands in the place of an activation.
+
+    Args:
+        factor: draws for the value that it is given.
+    """
+
+    def __init__(self, factor: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return silu(x) * self.factor(x)
+
+
+FACTORS: dict[str, Callable[[Tensor], Any]] = {
+    "by chances": lambda x: torch.bernoulli(x.detach().sigmoid()),
+    "by means": lambda x: torch.normal(x.detach(), torch.full_like(x, 0.1)),
+    "counts": lambda x: torch.poisson(x.detach().abs()),
+    "integers": lambda x: torch.randint(1, 3, x.shape),
+    "normal": lambda x: torch.normal(1.0, 0.1, x.shape),
+    "a number for each feature": lambda x: torch.rand(x.shape[-1]),
+    "slopes": lambda x: rrelu(x, training=True),
+    "tokens in another order": lambda x: x[:, torch.randperm(x.shape[1])].detach(),
+    "of Python": lambda x: random.random(),
+}
+
+
+def with_factors(factor: Callable[[Tensor], Any]) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Drawing(factor)
+    return model
+
+
+def errors_of_factors() -> dict[str, float]:
+    """Runs on each rank."""
+    schedule = Schedule(steps=1, length=13)
+    return {
+        name: compare(partial(with_factors, factor), {"tp": 2}, 2, schedule).largest[0]
+        for name, factor in FACTORS.items()
+    }
+
+
+def test_draws_of_users_are_those_of_one_process(pool2: Pool) -> None:
+    for found in pool2.run(errors_of_factors):
+        assert {name: error for name, error in found.items() if not error <= BOUND} == {}

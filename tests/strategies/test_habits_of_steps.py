@@ -227,6 +227,17 @@ class BehindEachBackward(Steps):
             gradient.clamp_(-1e-3, 1e-3)
 
 
+class WithinEachBackward(BehindEachBackward):
+    """The same, in a backward pass of its own."""
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+        super().on_after_backward()
+
+
 class Unfreezing(BaseFinetuning):
     """One block more in each epoch."""
 
@@ -367,6 +378,7 @@ KINDS = (
     HookedLater,
     HookedEarly,
     BehindEachBackward,
+    WithinEachBackward,
     Adversaries,
     ReadBeforeSteps,
     ReadInHooks,

@@ -446,7 +446,7 @@ def meet_refusals(directory: Path) -> list[str]:
         with pytest.raises(ValueError, match="randn_like on a parameter or gradient that Megatron-FSDP shards"):
             make_trainer(LAYOUTS[name].make(), max_epochs=1).fit(Noisy(), batches(LAYOUTS[name].data_size))
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 4}
-    with pytest.raises(ValueError, match="on_after_backward names gradients, and Megatron-FSDP keeps"):
+    with pytest.raises(ValueError, match="on_after_backward or backward names gradients, and Megatron-FSDP keeps"):
         make_trainer(layout.make(), **settings).fit(BehindEachBackward(), batches(layout.data_size))
     saver = SaveAfter(directory / "mid.ckpt", 3)
     with pytest.raises(RuntimeError, match="micro-batches") as failed:

@@ -21,13 +21,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
-from lightning_automodel.distributed.collectives import shard_bounds
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators
 from lightning_automodel.modules.forward import Context, keep_for_recomputation, wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks
+from lightning_automodel.parallel.tensor.cut_draws import UNKNOWN, WHOLE, Cut, draw_whole, find_cut
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream
-from lightning_automodel.parallel.tensor.twins import WholeDraws, is_draw, shape_of_draw, twin_of, whole_draws
+from lightning_automodel.parallel.tensor.twins import (
+    WholeDraws,
+    is_draw,
+    shape_of_draw,
+    twin_of,
+    whole_draws,
+)
 
 _DRAWS = "_draws_of_block"
 
@@ -97,70 +103,19 @@ def _again(block: nn.Module) -> Context:
     return again
 
 
-# ---- how a draw is cut -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """Which ``length`` of ``whole`` a rank has from ``start`` on in ``dim``; per row of the batch where dim 0 is [rows
-    x whole].
-    """
-
-    dim: int
-    whole: int
-    start: int
-    length: int
-    in_rows: bool = False
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Take this rank's slice of ``whole``."""
-        if not self.in_rows:
-            return whole.narrow(self.dim, self.start, self.length)
-        return whole.unflatten(0, (-1, self.whole)).narrow(1, self.start, self.length).flatten(0, 1)
-
-    def undo(self, local: torch.Size) -> list[int]:
-        """Compute the shape on one process."""
-        size = local[0] // self.length * self.whole if self.in_rows else self.whole
-        return [size if i == self.dim else n for i, n in enumerate(local)]
-
-    def fits(self, local: torch.Size) -> bool:
-        """Tell whether ``local`` can be such a slice."""
-        if self.in_rows:
-            return local[0] % self.length == 0
-        return self.dim < len(local) and local[self.dim] == self.length
-
-
-_WHOLE, _UNKNOWN = "whole", "unknown"
-
-
-def _compare(whole: torch.Size, local: torch.Size, rows: int, group: ProcessGroup) -> "_Cut | str":
-    """Find how ``local`` is cut out of ``whole``, which is equal for all ``rows`` of a batch."""
-    if whole == local:
-        return _WHOLE
-    differing = [i for i, (w, n) in enumerate(zip(whole, local, strict=False)) if w != n]
-    if len(whole) != len(local) or len(differing) != 1:
-        return _UNKNOWN
-    dim = differing[0]
-    in_rows = dim == 0 and whole[0] % rows == 0
-    size = whole[dim] // rows if in_rows else whole[dim]
-    start, length = shard_bounds(size, group.size(), group.rank())
-    cut = _Cut(dim=dim, whole=size, start=start, length=length, in_rows=in_rows)
-    return cut if length and local[dim] == (rows * length if in_rows else length) else _UNKNOWN
-
-
 # ---- the draws of a block --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Plan:
     whole: WholeDraws
-    cuts: dict[int, _Cut | str] = field(default_factory=dict)
+    cuts: dict[int, Cut | str] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
         """Tell whether nothing is cut, once all has been drawn."""
         seen = len(self.cuts) == len(self.whole.shapes) and self.whole.is_complete and not self.whole.passed_over
-        return seen and all(cut == _WHOLE for cut in self.cuts.values())
+        return seen and all(cut == WHOLE for cut in self.cuts.values())
 
 
 class _BlockDraws:
@@ -247,27 +202,27 @@ class _BlockDraws:
     def draw(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Carries out one operation that draws."""
         local = shape_of_draw(args)
-        cut = _UNKNOWN if self._inside else self._cut_of(local)
+        cut = UNKNOWN if self._inside else self._cut_of(local)
         self.place += not self._inside
-        if cut == _WHOLE:
+        if cut == WHOLE:
             return func(*args, **kwargs)
-        if not isinstance(cut, _Cut):
+        if not isinstance(cut, Cut) or "randperm" in name_of_operation(func):
             warn_once(_cannot_tell(name, func, local))
-            with drawing_aside(_WHOLE):
+            with drawing_aside(WHOLE):
                 return func(*args, **kwargs)
-        if (result := _whole_and_cut(cut, func, args, kwargs, local)) is not None:
+        if (result := draw_whole(cut, func, args, kwargs, local, self.group)) is not None:
             return result
         with drawing_aside(self.group.rank()):
             return func(*args, **kwargs)
 
-    def _cut_of(self, local: torch.Size) -> _Cut | str:
+    def _cut_of(self, local: torch.Size) -> Cut | str:
         plan, place = self._plans[self.length], self.place
         if place >= len(plan.whole.shapes):
-            return _UNKNOWN
+            return UNKNOWN
         if place not in plan.cuts:
-            plan.cuts[place] = _compare(plan.whole.shapes[place], local, plan.whole.rows, self.group)
+            plan.cuts[place] = find_cut(plan.whole.shapes[place], local, plan.whole.rows, self.group, self.length)
         cut = plan.cuts[place]
-        return _UNKNOWN if isinstance(cut, _Cut) and not cut.fits(local) else cut
+        return UNKNOWN if isinstance(cut, Cut) and not cut.fits(local) else cut
 
 
 class _Watch(TorchDispatchMode):
@@ -283,26 +238,6 @@ class _Watch(TorchDispatchMode):
         if is_draw(func, args, kwargs or {}):
             return self._draws.draw(self._name, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _whole_and_cut(cut: _Cut, func: Any, args: tuple, kwargs: dict[str, Any], local: torch.Size) -> Tensor | None:
-    """Draw as one process does, and cut; ``None`` where that is dear (on a device), or depends on cut values."""
-    first, *others = args
-    device = first.device if isinstance(first, Tensor) else torch.device(kwargs.get("device") or "cpu")
-    in_place = name_of_operation(func).endswith("_")
-    like = isinstance(first, Tensor) and (in_place or "_like" in name_of_operation(func))
-    if device.type != "cpu" or any(isinstance(x, Tensor) for x in others) or (isinstance(first, Tensor) and not like):
-        return None
-    shape = cut.undo(local)
-    drawn = func(_empty_as(first, shape) if like else shape, *others, **kwargs)
-    return first.copy_(cut.of(drawn)) if in_place else cut.of(drawn).contiguous()
-
-
-def _empty_as(like: Tensor, shape: list[int]) -> Tensor:
-    """Allocate memory in the order of ``like``: numbers are drawn in the order of memory."""
-    order = sorted(range(like.ndim), key=like.stride, reverse=True)
-    empty = torch.empty([shape[i] for i in order], dtype=like.dtype, device=like.device)
-    return empty.permute([order.index(i) for i in range(like.ndim)])
 
 
 def _cannot_tell(name: str, func: Any, local: torch.Size) -> str:

@@ -1,12 +1,14 @@
 """Finds what a block would draw on one process: its twin, whole and without memory, runs on meta and notes shapes."""
 
 import copy
+import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -70,6 +72,7 @@ def whole_draws(
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim), None)
     rows = 1 if first is None else first.shape[0]
     noted, states, is_complete, passed_over = _Note(), generator_states(), True, set[str]()
+    others = random.getstate(), np.random.get_state()
     try:
         with torch.no_grad(), noted, _passing_over(twin, noted, passed_over):
             twin.train()(*args, **kwargs)
@@ -77,6 +80,8 @@ def whole_draws(
         is_complete = False
     finally:
         restore_generators(states)
+        random.setstate(others[0])
+        np.random.set_state(others[1])
     return WholeDraws(shapes=noted.shapes, is_complete=is_complete, rows=rows, passed_over=sorted(passed_over))
 
 
@@ -130,10 +135,16 @@ def shape_of_draw(args: Sequence[Any]) -> torch.Size:
     """Returns the shape of what an operation draws that is called with ``args``; of attention, that of its weights."""
     first = args[0]
     if not isinstance(first, Tensor):
-        return torch.Size(first)
+        place = place_of_shape(args)
+        return torch.Size([first]) if place is None else torch.Size(args[place])
     if len(args) > 2 and isinstance(args[1], Tensor) and isinstance(args[2], Tensor) and first.ndim == 4:
         return torch.Size((*first.shape[:-1], args[1].shape[-2]))
     return first.shape
+
+
+def place_of_shape(args: Sequence[Any]) -> int | None:
+    """Find the shape among ``args`` of an operation that draws: behind bounds, say; a permutation has none."""
+    return next((place for place, x in enumerate(args) if isinstance(x, list | tuple)), None)
 
 
 def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
