@@ -84,6 +84,11 @@ class Layout:
     sequence: SequenceLayout | None = None
     terms: dict[str, dict[str, Term]] = field(default_factory=dict)
     """by boundary that its first forward pass must prove to be a sum over the ranks: the members that give the terms"""
+    holders: list[str] = field(default_factory=list)
+    """other modules whose own code computes with a rank's part of features, which their first forward pass must prove
+    right"""
+    measured: bool = True
+    """all that runs was compared with one process: the plan, and the code of every module"""
 
 
 def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) -> tuple["Structure", Layout]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel.plans.known_code import KNOWN
 from lightning_automodel.plans.styles import Style
-from lightning_automodel.plans.sum_terms import KNOWN
 
 _ROWS, _TOLERANCE = 3, 1e-3
 
