@@ -4,6 +4,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, without_wrappers
 from lightning_automodel.plans.adapters import Wrapped
 from lightning_automodel.plans.known_code import is_known
@@ -37,7 +38,9 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
     layout.terms = derive_terms(
         structure.modules, structure.module_styles, structure.parameter_styles, layout.boundaries, plan.measured
     )
-    layout.holders = find_holders(structure.modules, structure.module_styles, layout.boundaries, plan.measured)
+    layout.holders = find_holders(
+        structure.modules, structure.module_styles, layout.boundaries, plan.measured, find_blocks(model)
+    )
     layout.measured = plan.measured and all(map(is_known, structure.modules.values()))
     return layout
 

@@ -136,9 +136,9 @@ def _problem(module: nn.Module, style: Style) -> str:
     named = ", ".join(EMBEDDINGS)
     if style.name in EMBEDDINGS and not isinstance(module, nn.Embedding):
         return f"{named} are for torch.nn.Embedding; use colwise or rowwise for a matrix product"
-    if not _splits(style) or style.name in EMBEDDINGS:
+    if not _splits(style):
         return ""
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and style.name not in EMBEDDINGS:
         return f"an embedding looks rows up; use one of {named}, or leave it whole: replicate"
     if is_parametrized(module):
         return (

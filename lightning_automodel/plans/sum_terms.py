@@ -1,6 +1,6 @@
 """Derives which boundary children are to be proved sums over the ranks, and which of their members give the terms."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -54,19 +54,28 @@ def derive_terms(
 
 
 def find_holders(
-    modules: Mapping[str, nn.Module], module_styles: Mapping[str, Style], boundaries: list[str], measured: bool
+    modules: Mapping[str, nn.Module],
+    module_styles: Mapping[str, Style],
+    boundaries: list[str],
+    measured: bool,
+    blocks: Iterable[str],
 ) -> list[str]:
     """Find the modules outside of boundary children that compute with features of which a rank has a part.
+
+    They hold what gives such features; or they are blocks whose own code is a user's, and may do anything with what
+    they hold.
 
     Args:
         modules: all modules of the model by name.
         module_styles: of those that the plan names.
         boundaries: names of the boundary children.
         measured: the plan was compared with one process for this class; modules without code of others are left out.
+        blocks: names of the repeated blocks.
     """
-    found: dict[str, None] = {}
+    own = [block for block in blocks if not is_known(modules[block])]
+    found = {block: None for block in own if any(name.startswith(f"{block}.") for name in module_styles)}
     for name, style in module_styles.items():
-        if style.opens and style.leave is Leave.NONE and outermost(boundaries, name) is None:
+        if style.opens and style.leave is Leave.NONE and outermost([*boundaries, *own], name) is None:
             holder = name.rpartition(".")[0]
             while isinstance(modules[holder], CONTAINERS):
                 holder = holder.rpartition(".")[0]

@@ -187,13 +187,18 @@ def _output_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_
 
 
 def _draw(tried: Tried, device: torch.device) -> dict[tuple[str, str], Tensor]:
-    """Draw a value for each parameter: matrices keep the size of what they multiply, vectors are positive."""
+    """Draw a value for each parameter: matrices keep the size of what they multiply, vectors are positive.
+
+    The parts of a matrix have unlike means, and none is zero.
+    """
     generator = torch.Generator(device).manual_seed(0)
     drawn: dict[int, Tensor] = {}
     for number, shape, _ in tried.parameters.values():
         if number not in drawn:
             if len(shape) > 1:
-                drawn[number] = torch.randn(shape, generator=generator, device=device) / max(shape[-1], 1) ** 0.5
+                matrix = torch.randn(shape, generator=generator, device=device)
+                rows, columns = (torch.linspace(0, 0.4, size, device=device) for size in shape[-2:])
+                drawn[number] = (matrix + rows[:, None] + columns) / max(shape[-1], 1) ** 0.5
             else:
                 drawn[number] = torch.rand(shape, generator=generator, device=device) + 0.5
     return {key: drawn[number] for key, (number, _, _) in tried.parameters.items()}
