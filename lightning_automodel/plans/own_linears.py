@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lightning_automodel._compat.dtensor import StridedShard
 from lightning_automodel._compat.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import code_of
-from lightning_automodel.plans.known_code import KNOWN
+from lightning_automodel.plans.known_code import KNOWN, is_known
 from lightning_automodel.plans.styles import Style
 
 _ROWS, _TOLERANCE = 3, 1e-3
@@ -29,8 +31,9 @@ _CANNOT = (RuntimeError, AttributeError, AssertionError, TypeError, ValueError, 
 
 def problem_of_own_linear(module: nn.Module, style: Style) -> str:
     """Say what a layer of a user's code would do otherwise on slices of its weight; empty if nothing is known."""
-    is_table = isinstance(module, nn.Embedding)
-    if not (isinstance(module, nn.Linear) or is_table) or code_of(module).__module__.partition(".")[0] in (
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return "" if is_known(module) else _problem_of_members(module, style)
+    if code_of(module).__module__.partition(".")[0] in (
         *KNOWN,
         "bitsandbytes",
     ):
@@ -45,7 +48,11 @@ def problem_of_own_linear(module: nn.Module, style: Style) -> str:
     if style.name not in _TRIED or type(module.weight) is not nn.Parameter or dim.is_replicate():
         return ""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        is_right = _looks_up(module) if is_table else _is_right_on_parts(module, rows=style.name != "rowwise")
+        is_right = (
+            _is_right_on_parts(module, rows=style.name != "rowwise")
+            if isinstance(module, nn.Linear)
+            else _looks_up(module)
+        )
     if is_right:
         return ""
     return (
@@ -53,6 +60,26 @@ def problem_of_own_linear(module: nn.Module, style: Style) -> str:
         "takes a mean or maximum over all of it, or of all features of its input or output, or reads rows of a table "
         "without torch.nn.functional.embedding); leave it whole, with the "
         "rule 'replicate' for it and for the modules that compute with its features, or use tp=1"
+    )
+
+
+def _problem_of_members(module: nn.Module, style: Style) -> str:
+    """Say what a layer of a user's class holds that its style does not cut like its weight."""
+    cut = {
+        name: style.placement(name, p.ndim) for name, p in own_parameters(module).items() if p is not None and p.ndim
+    }
+    sizes = {
+        name: module.get_parameter(name).shape[placement.dim]
+        for name, placement in cut.items()
+        if isinstance(placement, Shard | StridedShard)
+    }
+    inside = [name for name, _ in module.named_parameters() if "." in name]
+    if not sizes or (len(set(sizes.values())) == 1 and not inside):
+        return ""
+    return (
+        f"its class has parameters that are not cut alike ({', '.join([*sizes, *inside])}), of which it is not known "
+        "how they are split; use tp=1, a torch.nn.Linear with an adapter of peft, or a rule 'replicate' for it and for "
+        "the modules that compute with its features"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
@@ -125,6 +125,20 @@ def with_unit_columns(self: Any, x: Tensor) -> Tensor:
     return functional.linear(x, functional.normalize(self.weight, dim=0))
 
 
+class Reading(LlamaDecoderLayer):
+    """Computes with a weight of what it holds."""
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        return super().forward(hidden_states, **others) * (1 + self.mlp.up_proj.weight.mean())
+
+
+def with_blocks() -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.__class__ = Reading
+    return model
+
+
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     **{mix.__name__: partial(with_class, Gated, mix) for mix in (largest, rolled, numbered, counted, grouped)},
     "members": partial(with_class, BiasedGated, rolled),
@@ -133,6 +147,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "softmax": partial(with_activation, partial(nn.Softmax, -1)),
     "function": with_function,
     "attention": with_attention,
+    "blocks": with_blocks,
 }
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "in_eights": partial(with_class, Gated, in_eights),
@@ -157,6 +172,7 @@ def messages(config: FSDP2Config) -> dict[str, str]:
 def test_what_a_part_of_the_features_does_not_tell_is_refused(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(messages, FSDP2Config(sequence_parallel=sequence_parallel)):
         silent = {name for name, message in found.items() if "model.layers." not in message}
+        silent -= {"blocks"} if sequence_parallel else set()  # their children are on slices of the sequence
         assert silent == set()
         assert "gives other numbers with parts of its weights on the tp ranks than with the whole" in found["largest"]
         assert "a rule 'replicate' for each of its layers (model.layers.*.mlp.*)" in found["largest"]

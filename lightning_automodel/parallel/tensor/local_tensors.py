@@ -4,7 +4,7 @@ They are put there by hooks around the block, and around the model for what lies
 the backward pass puts them there again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def install_local_tensors(
         swap.install(owner, behind_others=name in (streams or {}))
 
 
-def _in_each_block(model: nn.Module, own: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def _in_each_block(model: nn.Module, own: list[str]) -> Iterator[tuple[str, nn.Module]]:
     """List the modules of ``model``, and once more those that stand in another one of the modules ``own``, too.
 
     A block that stands in several places has one name.
