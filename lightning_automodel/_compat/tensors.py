@@ -61,6 +61,17 @@ def without_checkpointing_modes() -> Generator[None, None, None]:
 
 
 @contextmanager
+def without_modes() -> Generator[None, None, None]:
+    """Hides what runs within this context from all that watches operations."""
+    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())][::-1]
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
+@contextmanager
 def _pushed(modes: list[Any]) -> Generator[None, None, None]:
     for mode in modes:
         _push_mode(mode)

@@ -25,8 +25,12 @@ _SNAPSHOTS = "_what_a_recomputation_finds"
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that a call of ``module`` runs: that of its class, or what was assigned to ``forward``."""
-    return inspect.unwrap(vars(module).get("forward", type(module).forward))
+    """Return the function that a call of ``module`` runs: that of its class, or what was assigned to ``forward``.
+
+    What :func:`wrap_forward` put around it is not meant.
+    """
+    assigned = vars(module).get(_INNER, [vars(module).get("forward")])[0]
+    return inspect.unwrap(type(module).forward if assigned is None else assigned)
 
 
 def wrap_forward(module: nn.Module, around: Around) -> None:

@@ -87,7 +87,7 @@ class FSDP2Sharding:
             model.resize_token_embeddings = MethodType(_refuse_resizing, model)  # type: ignore[method-assign]
         if self.config.check_replicas_every_n_steps is not None:
             check_replicas_every(model, self.config.check_replicas_every_n_steps)
-        if plan is not None and not plan.measured:
+        if layout is not None and not layout.measured:
             compare_first_gradients(model, self.axes.tp)
 
 

@@ -4,12 +4,14 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, without_wrappers
 from lightning_automodel.plans.adapters import Wrapped
+from lightning_automodel.plans.known_code import is_known
 from lightning_automodel.plans.layout import Layout, ModuleLayout, ParameterLayout, Structure, layout_of
 from lightning_automodel.plans.selection import Plan
 from lightning_automodel.plans.styles import Enter
-from lightning_automodel.plans.sum_terms import derive_terms
+from lightning_automodel.plans.sum_terms import derive_terms, find_holders
 
 _OF_THE_LAYER = (Enter.EMBED, Enter.NORM)
 """What replaces the forward pass of the layer itself; all else surrounds its wrapper."""
@@ -36,6 +38,10 @@ def derive_layout(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool
     layout.terms = derive_terms(
         structure.modules, structure.module_styles, structure.parameter_styles, layout.boundaries, plan.measured
     )
+    layout.holders = find_holders(
+        structure.modules, structure.module_styles, layout.boundaries, plan.measured, find_blocks(model)
+    )
+    layout.measured = plan.measured and all(map(is_known, structure.modules.values()))
     return layout
 
 

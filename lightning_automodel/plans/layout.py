@@ -7,7 +7,7 @@ The rules are those that were exact for every family (the letters are used in th
 * C. Outside of boundaries a whole parameter has a whole gradient unless its style says otherwise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -26,7 +26,7 @@ from lightning_automodel.modules.structure import (
 from lightning_automodel.plans.attention_heads import counts_of, head_counts, share
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
-from lightning_automodel.plans.style_checks import check_ends, check_styles, check_sums
+from lightning_automodel.plans.style_checks import check_ends, check_places, check_styles, check_sums
 from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of
 from lightning_automodel.plans.sum_terms import Term
 
@@ -84,6 +84,11 @@ class Layout:
     sequence: SequenceLayout | None = None
     terms: dict[str, dict[str, Term]] = field(default_factory=dict)
     """by boundary that its first forward pass must prove to be a sum over the ranks: the members that give the terms"""
+    holders: list[str] = field(default_factory=list)
+    """other modules whose own code computes with a rank's part of features, which their first forward pass must prove
+    right"""
+    measured: bool = True
+    """all that runs was compared with one process: the plan, and the code of every module"""
 
 
 def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) -> tuple["Structure", Layout]:
@@ -92,7 +97,9 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
     check_styles(structure.modules, structure.module_styles, structure.parameter_styles)
     check_sums(structure.modules, structure.module_styles, structure.parameter_styles, plan.dropped)
     check_ends(structure.modules, structure.module_styles)
-    layout = Layout(boundaries=[b for block in blocks for b in structure.boundaries(block)])
+    places = structure.names_of([b for block in blocks for b in structure.boundaries(block)])
+    check_places(model, places, "the tensor-parallel plan splits")
+    layout = Layout(boundaries=list(dict.fromkeys(map(structure.first_name, places))))
     layout.attributes = head_counts(structure.modules, structure.parameter_styles, blocks, tp)
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
@@ -106,13 +113,15 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
         leave = Leave.REDUCE_ALL if own and own.leave is Leave.REDUCE_ALL else Leave.REDUCE
         layout.modules[name] = ModuleLayout(Enter.COPY_ALL, leave)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = outermost(layout.boundaries, name) is not None
+        inside = outermost(places, name) is not None or outermost(layout.boundaries, name) is not None
         layout.parameters[name] = _parameter_layout(name, parameter, structure.parameter_styles.get(name), inside)
     share_heads(model, layout, tp)
     if sequence_parallel:
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
         found = derive_sequence_layout(model, blocks, layout.boundaries, planned, structure.styles_below)
         _cut_sequence(layout, found)
+        whole = structure.names_of([child for children in found.children.values() for child in children])
+        check_places(model, structure.names_of(found.children), "sequence_parallel=True cuts", but=whole)
     return structure, layout
 
 
@@ -179,21 +188,31 @@ class Structure:
     """A model seen through its plan: the style of each module and parameter, ties resolved."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.first_names = {id(module): name for name, module in model.named_modules()}
         self.hidden_size = getattr(text_config(model), "hidden_size", None)
         self.module_styles: dict[str, Style] = {}
         self.parameter_styles: dict[str, Style] = {}
         for name in self.modules:
             if name and (rule := plan.rule_for(name)):
-                self.module_styles[name] = style_of(plan.rules[rule], rule)
+                self.module_styles.setdefault(self.first_name(name), style_of(plan.rules[rule], rule))
         for name, _ in model.named_parameters(remove_duplicate=False):
-            rule, owner = plan.rule_for(name), name.rpartition(".")[0]
+            rule, owner = plan.rule_for(name), self.first_name(name.rpartition(".")[0])
             if rule:
                 self.parameter_styles[name] = style_of(plan.rules[rule], rule)
             elif owner in self.module_styles:
                 self.parameter_styles[name] = self.module_styles[owner]
         self._share_styles_of_ties(model)
         self._split_inputs_of_whole_parents()
+
+    def first_name(self, name: str) -> str:
+        """Return the name under which a module is registered first: it may stand in several places."""
+        return self.first_names[id(self.modules[name])]
+
+    def names_of(self, names: Iterable[str]) -> list[str]:
+        """List all names of the modules with these ``names``."""
+        modules = {id(self.modules[name]) for name in names}
+        return [name for name, module in self.modules.items() if id(module) in modules]
 
     def _share_styles_of_ties(self, model: nn.Module) -> None:
         """Gives tied parameters one style if any of them has one (rule G)."""

@@ -1,4 +1,4 @@
-"""Tries layers that somebody derived from ``torch.nn.Linear`` on parts of their weight, before a plan splits them.
+"""Tries linear layers and embeddings that run code of somebody's on parts of their weight, before a plan splits them.
 
 ::
 
@@ -8,23 +8,32 @@
 A layer that takes a mean of its whole weight, or rounds its input by the largest of all features, has neither.
 """
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from lightning_automodel._compat.dtensor import StridedShard
 from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel.modules.forward import code_of
+from lightning_automodel.plans.known_code import KNOWN, is_known
 from lightning_automodel.plans.styles import Style
-from lightning_automodel.plans.sum_terms import KNOWN
 
 _ROWS, _TOLERANCE = 3, 1e-3
+_TRIED = ("colwise", "colwise_gather_output", "rowwise", "embedding_rowwise")
+_CANNOT = (RuntimeError, AttributeError, AssertionError, TypeError, ValueError, IndexError)
 
 
 def problem_of_own_linear(module: nn.Module, style: Style) -> str:
-    """Say what a layer of a user's class would do otherwise on slices of its weight; empty if nothing is known."""
-    if not isinstance(module, nn.Linear) or type(module).forward.__module__.partition(".")[0] in (
+    """Say what a layer of a user's code would do otherwise on slices of its weight; empty if nothing is known."""
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return "" if is_known(module) else _problem_of_members(module, style)
+    if code_of(module).__module__.partition(".")[0] in (
         *KNOWN,
         "bitsandbytes",
     ):
@@ -36,17 +45,75 @@ def problem_of_own_linear(module: nn.Module, style: Style) -> str:
             "are split; use tp=1, or a torch.nn.Linear with an adapter of peft"
         )
     dim = style.placement("weight", 2)
-    if style.name not in ("colwise", "rowwise") or type(module.weight) is not nn.Parameter or dim.is_replicate():
+    if style.name not in _TRIED or type(module.weight) is not nn.Parameter or dim.is_replicate():
         return ""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        is_right = _is_right_on_parts(module, rows=style.name == "colwise")
+        is_right = (
+            _is_right_on_parts(module, rows=style.name != "rowwise")
+            if isinstance(module, nn.Linear)
+            else _looks_up(module)
+        )
     if is_right:
         return ""
     return (
         "its forward pass is the user's, and gives other numbers with a part of the weight than with the whole (it "
-        "takes a mean or maximum over all of it, or of all features of its input); leave it whole, with the rule "
-        "'replicate' for it and for the modules that compute with its features, or use tp=1"
+        "takes a mean or maximum over all of it, or of all features of its input or output, or reads rows of a table "
+        "without torch.nn.functional.embedding); leave it whole, with the "
+        "rule 'replicate' for it and for the modules that compute with its features, or use tp=1"
     )
+
+
+def _problem_of_members(module: nn.Module, style: Style) -> str:
+    """Say what a layer of a user's class holds that its style does not cut like its weight."""
+    cut = {
+        name: style.placement(name, p.ndim) for name, p in own_parameters(module).items() if p is not None and p.ndim
+    }
+    sizes = {
+        name: module.get_parameter(name).shape[placement.dim]
+        for name, placement in cut.items()
+        if isinstance(placement, Shard | StridedShard)
+    }
+    inside = [name for name, _ in module.named_parameters() if "." in name]
+    if not sizes or (len(set(sizes.values())) == 1 and not inside):
+        return ""
+    return (
+        f"its class has parameters that are not cut alike ({', '.join([*sizes, *inside])}), of which it is not known "
+        "how they are split; use tp=1, a torch.nn.Linear with an adapter of peft, or a rule 'replicate' for it and for "
+        "the modules that compute with its features"
+    )
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Compare what an embedding gives for the first ids with what it gives with a table of their rows alone.
+
+    Lookups of other rows are the other ranks'. Ids count from 0 in both.
+    """
+    table = torch.randn(tuple(module.weight.shape), generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    table[len(table) // 2 :] *= 4
+    ids = torch.arange(len(table) // 2)[None]
+    try:
+        with _Lookups() as lookups:
+            whole = _call(module, ids, table, None)
+    except _CANNOT:
+        return True
+    if not lookups.count:  # a rank would look up rows that others have
+        return False
+    try:
+        return torch.allclose(whole, _call(module, ids, table[: len(table) // 2], None), atol=_TOLERANCE)
+    except _CANNOT:
+        return False
+
+
+class _Lookups(TorchFunctionMode):
+    """Counts lookups in tables by torch's function, which tensor parallelism takes over."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is functional.embedding
+        return func(*args, **(kwargs or {}))
 
 
 def _is_right_on_parts(module: nn.Linear, rows: bool) -> bool:
@@ -64,20 +131,23 @@ def _is_right_on_parts(module: nn.Linear, rows: bool) -> bool:
         parts = [_call(module, *part) for part in zip(inputs, halves, biases, strict=True)]
         found = torch.cat(parts, -1) if rows else parts[0] + parts[1]
         return torch.allclose(whole, found, rtol=0, atol=_TOLERANCE * float(whole.abs().max()))
-    except (RuntimeError, AttributeError, AssertionError, TypeError, ValueError):
+    except _CANNOT:
         return True  # it cannot be called like that: what it does is seen in the first forward pass
 
 
-def _call(module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    part = copy.copy(module)
-    part.__dict__ = {**module.__dict__, "training": False, "_buffers": dict(_copies(module))}
+def _call(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run the layer with other parameters in their places: what is assigned to ``forward`` may hold the layer."""
+    parameters, buffers, training = own_parameters(module), own_buffers(module), module.training
+    before = dict(parameters), dict(buffers)
     values = {"weight": weight, "bias": bias}
-    part.__dict__["_parameters"] = {
-        name: None if value is None else nn.Parameter(value, requires_grad=False) for name, value in values.items()
-    }
-    return type(module).forward(part, x)
-
-
-def _copies(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    for name, buffer in own_buffers(module).items():
-        yield name, None if buffer is None else buffer.clone()
+    try:
+        for name, value in values.items():
+            if name in parameters:
+                parameters[name] = None if value is None else nn.Parameter(value, requires_grad=False)
+        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        module.training = False
+        return module.forward(x)
+    finally:
+        parameters.update(before[0])
+        buffers.update(before[1])
+        module.training = training

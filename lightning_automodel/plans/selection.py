@@ -16,9 +16,9 @@ from lightning_automodel.distributed.logs import log_once, warn_once
 from lightning_automodel.modules.structure import class_names, find_names_of_ends
 from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, CORRECTIONS, OF_USERS
+from lightning_automodel.plans.known_code import MEASURED, package
 from lightning_automodel.plans.published import published_plan
 from lightning_automodel.plans.styles import STYLES
-from lightning_automodel.plans.sum_terms import MEASURED, package
 from lightning_automodel.plans.torch_styles import name_of_style
 
 Rules = Mapping[str, str | ParallelStyle]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_automodel._compat.modules import own_children
 from lightning_automodel.modules.structure import CONTAINERS, class_names, text_config
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 from lightning_automodel.plans.styles import Leave, Style
@@ -101,8 +102,13 @@ def computes_between_blocks(holder: nn.Module) -> bool:
 
 
 def runs_others_between(model: nn.Module, list_name: str, blocks: list[str]) -> bool:
-    """Tell whether a list of ``model`` holds more than ``blocks``: a user's layers among those of a model, say."""
+    """Tell whether a list of ``model`` holds more than ``blocks``: a user's layers among those of a model, or one of
+    them twice.
+    """
     members = model.get_submodule(list_name)
+    places = [id(member) for member in own_children(members).values() if member is not None]
+    if len(set(places)) < len(places):
+        return True
     others = {f"{list_name}.{name}" for name, member in members.named_children() if not isinstance(member, nn.Identity)}
     return isinstance(members, CONTAINERS) and not others <= set(blocks)
 

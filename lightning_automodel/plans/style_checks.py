@@ -33,9 +33,10 @@ def check_styles(modules: Modules, module_styles: Styles, parameter_styles: Styl
     for name in alike.values():  # one of each kind: it is tried with a weight of its size
         if problem := problem_of_own_linear(modules[name], module_styles[name]):
             raise ValueError(_message(name, modules[name], module_styles[name], problem))
+    named = {id(modules[name]) for name in module_styles}
     for name, style in parameter_styles.items():
         owner = name.rpartition(".")[0]
-        if owner not in module_styles and _splits(style) and isinstance(modules[owner], nn.Linear | nn.Embedding):
+        if id(modules[owner]) not in named and _splits(style) and isinstance(modules[owner], nn.Linear | nn.Embedding):
             problem = f"a rule about a parameter alone brings no collectives; name the module: {wildcard(owner)!r}"
             raise ValueError(_message(name, modules[owner], style, problem))
 
@@ -91,6 +92,37 @@ def check_ends(modules: Modules, module_styles: Styles) -> None:
             raise ValueError(_message(name, modules[name], module_styles[name], problem))
 
 
+def check_places(model: nn.Module, parts: Sequence[str], why: str, but: Sequence[str] = ()) -> None:
+    """Checks that a module that stands in several places sees whole values in all of them, or a part in all.
+
+    Args:
+        model: the whole model.
+        parts: names of modules in which a rank has a part of the values, under every name that they have.
+        why: what makes it a part.
+        but: names of modules inside of ``parts`` where it has all, in the same way.
+
+    Raises:
+        ValueError: naming a module, and two of its places.
+    """
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if next(module.parameters(recurse=False), None) is not None:
+            names.setdefault(id(module), []).append(name)
+    for places in names.values():
+        inside = [n for n in places if _is_below(n, parts) and not _is_below(n, but)]
+        if 0 < len(inside) < len(places):
+            outside = next(name for name in places if name not in inside)
+            raise ValueError(
+                f"{inside[0]} and {outside} are one module, and the first stands in a part of the model that {why}: "
+                "its gradients would be a rank's part there, and whole in the other place. Use two modules, with "
+                "parameters of their own, or tp=1"
+            )
+
+
+def _is_below(name: str, modules: Sequence[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in modules)
+
+
 def _nearest(name: str, others: Sequence[str]) -> list[str]:
     """List those of ``others`` that stand in the nearest module around ``name`` in which any of them stands."""
     around = name
@@ -136,9 +168,9 @@ def _problem(module: nn.Module, style: Style) -> str:
     named = ", ".join(EMBEDDINGS)
     if style.name in EMBEDDINGS and not isinstance(module, nn.Embedding):
         return f"{named} are for torch.nn.Embedding; use colwise or rowwise for a matrix product"
-    if not _splits(style) or style.name in EMBEDDINGS:
+    if not _splits(style):
         return ""
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and style.name not in EMBEDDINGS:
         return f"an embedding looks rows up; use one of {named}, or leave it whole: replicate"
     if is_parametrized(module):
         return (

@@ -93,3 +93,100 @@ def test_what_is_right_on_parts_is_split(kind: Any, projection: str) -> None:
     before = torch.get_rng_state()
     derive_layout(model, select_plan(model), 2)
     assert torch.equal(before, torch.get_rng_state())
+
+
+class LessItsMean(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight - self.weight.mean(0))
+
+
+class Indexed(nn.Embedding):
+    """Reads rows that other ranks have."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
+
+class Doubled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
+class Probabilities(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight).log_softmax(-1)
+
+
+def model_with_ends(table: type[nn.Embedding], head: type[nn.Linear]) -> LlamaForCausalLM:
+    model = tiny_llama(tied=False)
+    model.model.embed_tokens.__class__, model.lm_head.__class__ = table, head
+    return model
+
+
+@pytest.mark.parametrize(
+    ("table", "head", "name"),
+    [
+        (LessItsMean, nn.Linear, "model.embed_tokens"),
+        (Indexed, nn.Linear, "model.embed_tokens"),
+        (nn.Embedding, Probabilities, "lm_head"),
+        (nn.Embedding, MeanOfWeight, "lm_head"),
+    ],
+)
+def test_ends_that_need_the_whole_table_are_refused(table: Any, head: Any, name: str) -> None:
+    model = model_with_ends(table, head)
+    with pytest.raises(ValueError, match=f"{name}.*gives other numbers with a part of the weight"):
+        derive_layout(model, select_plan(model), 2)
+
+
+def test_code_assigned_to_a_head_is_tried() -> None:
+    model = tiny_llama(tied=False)
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda x: inner(x) * 2  # type: ignore[method-assign]
+    derive_layout(model, select_plan(model), 2)
+    model.lm_head.forward = lambda x: inner(x).softmax(-1)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"lm_head.*gives other numbers with a part of the weight"):
+        derive_layout(model, select_plan(model), 2)
+
+
+def test_ends_that_are_right_on_parts_are_split() -> None:
+    model = model_with_ends(Doubled, Scaled)
+    derive_layout(model, select_plan(model), 2)
+
+
+def test_a_parametrized_embedding_is_refused() -> None:
+    model = tiny_llama(tied=False)
+    parametrizations.weight_norm(model.model.embed_tokens)
+    with pytest.raises(ValueError, match=r"embed_tokens.*remove_parametrizations"):
+        derive_layout(model, select_plan(model), 2)
+
+
+class Tempered(nn.Module):
+    """Is no linear layer, and has what it multiplies by."""
+
+    def __init__(self, inside: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.temperature = inside.weight, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) * self.temperature
+
+
+class Adapted(nn.Module):
+    """A user's own LoRA."""
+
+    def __init__(self, inside: nn.Linear) -> None:
+        super().__init__()
+        self.linear = inside
+        self.a = nn.Parameter(torch.zeros(2, inside.in_features))
+        self.b = nn.Parameter(torch.zeros(inside.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Tempered, "weight, temperature"), (Adapted, "a, b, linear.weight")])
+def test_layers_with_parameters_of_several_sizes_are_refused(kind: Any, named: str) -> None:
+    model: Any = tiny_llama(tied=False)
+    model.lm_head = kind(model.lm_head)
+    with pytest.raises(ValueError, match=rf"lm_head.*not cut alike \({named}\)"):
+        derive_layout(model, select_plan(model), 2)

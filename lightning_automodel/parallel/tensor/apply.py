@@ -46,6 +46,7 @@ from lightning_automodel.parallel.tensor.recorded_shares import install_recorded
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
 from lightning_automodel.parallel.tensor.stream import Stream
+from lightning_automodel.parallel.tensor.trials import Trial, is_whole_now, modules_to_try
 from lightning_automodel.parallel.tensor.written_inputs import install_written_inputs
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.styles import Enter, Leave
@@ -72,7 +73,7 @@ def apply_tensor_parallel(
     """
     why = f"tp={tp_mesh.size()}{', sequence_parallel=True' if layout.sequence else ''}"
     warn_of_parts(model, list(_seeing_parts(model, layout)), why, list(layout.boundaries))
-    twins = find_twins(model)
+    twins, tried = find_twins(model), modules_to_try(model, layout, set(gathered_alone))
     for name, attributes in layout.attributes.items():
         model.get_submodule(name).__dict__.update(attributes)
     distribute_parameters(model, tp_mesh, layout)
@@ -84,7 +85,7 @@ def apply_tensor_parallel(
     install_recorded_shares(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
-    follow_partial_sums(model, layout)
+    follow_partial_sums(model, layout, [Trial(one, tp_mesh) for one in tried])
     cut = sum(not found.placement.is_replicate() for found in layout.parameters.values())
     stream = f", the stream cut on {len(streams)} blocks" if streams else ""
     log(
@@ -201,6 +202,8 @@ class _Around:
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Change what enters: a forward pre-hook."""
+        if is_whole_now():
+            return args, kwargs
         if self.every:
             return tuple(map(self._change, args)), {name: self._change(x) for name, x in kwargs.items()}
         if args:
@@ -213,6 +216,8 @@ class _Around:
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Change what leaves: a forward hook."""
+        if is_whole_now():
+            return output
         if not isinstance(output, tuple):
             return self.function(output)
         return tuple(map(self.function, output)) if self.every else (self.function(output[0]), *output[1:])

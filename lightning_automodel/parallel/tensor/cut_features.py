@@ -84,8 +84,8 @@ class CutFeatures(TorchFunctionMode):
             raise ValueError(self._message(name, "computes across features of which each rank has a part"))
         try:
             output = func(*args, **kwargs)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # memory, a collective
+        except (RuntimeError, IndexError) as error:
+            if type(error) not in (RuntimeError, IndexError):  # memory, a collective
                 raise
             raise ValueError(self._message(name, f"cannot be computed on a rank's part ({error})")) from error
         if cut is not None and name in _ALONE and isinstance(output, Tensor) and output.shape[-1:] == cut.shape[-1:]:

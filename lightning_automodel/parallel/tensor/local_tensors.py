@@ -4,7 +4,7 @@ They are put there by hooks around the block, and around the model for what lies
 the backward pass puts them there again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def install_local_tensors(
     own, alone = [*find_blocks(model), *first, *last], set(gathered_alone)
     # Where parameters are sharded as well, others in their place are found, or put there, by what shards.
     swaps = {name: ParameterSwap(stored=DTensor, refuses_others=is_final) for name in ("", *own, *alone)}
-    for module_name, module in model.named_modules():
+    for module_name, module in _in_each_block(model, own):
         of_layer = name_without_wrappers(module_name)
         is_alone = of_layer in alone and not is_wrapper(module)
         owner_name = of_layer if is_alone else outermost(own, module_name) or ""
@@ -89,6 +89,22 @@ def install_local_tensors(
         owner = model.get_submodule(name)
         owner.register_forward_pre_hook(_refuse_recomputing)
         swap.install(owner, behind_others=name in (streams or {}))
+
+
+def _in_each_block(model: nn.Module, own: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    """List the modules of ``model``, and once more those that stand in another one of the modules ``own``, too.
+
+    A block that stands in several places has one name.
+    """
+    names = {id(model.get_submodule(name)): name for name in own}
+    places = {name: names.get(id(module)) for name, module in model.named_modules(remove_duplicate=False)}
+    copies = [name for name, first in places.items() if first not in (None, name)]
+    seen: set[tuple[int, str | None]] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        place = (id(module), outermost(own, name))
+        if place not in seen and outermost(copies, name) is None:
+            seen.add(place)
+            yield name, module
 
 
 def _local_tensor(

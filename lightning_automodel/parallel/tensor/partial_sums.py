@@ -13,7 +13,7 @@ Operations are watched from the first row-wise member to the end of the child, o
 In these passes blocks run uncompiled. What a kernel writes into memory that it allocates is not followed.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -27,13 +27,14 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.tensors import base_of
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.parallel.tensor.cut_features import CutFeatures
+from lightning_automodel.parallel.tensor.trials import Trial
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.linearity import Kind, NotASumError, NotLinearError, kind, kind_of_result, mark, tensors
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Leave
 from lightning_automodel.plans.sum_terms import Term
 
-_LEFT = "_boundaries_that_are_not_followed_yet"
+_LEFT, _UNTRIED = "_boundaries_that_are_not_followed_yet", "untried"
 _FROM_START = "_partial_sums_are_followed_from_the_start"
 _watched: set[nn.Module] = set()
 
@@ -43,27 +44,50 @@ def is_followed(block: nn.Module) -> bool:
     return bool(_watched) and any(module in _watched for module in block.modules())
 
 
-def follow_partial_sums(model: nn.Module, layout: Layout) -> None:
+def follow_partial_sums(model: nn.Module, layout: Layout, trials: Sequence[Trial] = ()) -> None:
     """Follows the first forward pass of ``model`` in training, and the first in evaluation, from now on.
 
     It raises a ``ValueError`` that names the module, the operation and the way out where a boundary child of
     ``layout.terms`` is no sum. Where there is none, nothing is installed.
+
+    Args:
+        model: that was split.
+        layout: of ``model``.
+        trials: of modules that run with other weights as well, once.
     """
-    if not layout.terms:
+    if not layout.terms and not trials:
         return
-    model.__dict__[_LEFT] = {True: set(layout.terms), False: set(layout.terms)}
+    model.__dict__[_LEFT] = {True: set(layout.terms), False: set(layout.terms), _UNTRIED: {t.name for t in trials}}
 
     def around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         left: set[str] = model.__dict__[_LEFT][model.training]
-        if not left:
+        untried: set[str] = model.__dict__[_LEFT][_UNTRIED]
+        if not left and not untried:
             return forward(*args, **kwargs)
         watches = [_Watch(model, name, layout) for name in sorted(left)]
-        with _installed(watches):
+        with _tried(model, [trial for trial in trials if trial.name in untried], untried), _installed(watches):
             output = forward(*args, **kwargs)
         left -= {watch.name for watch in watches if watch.proved}
         return output
 
     wrap_forward(model, around)
+
+
+@contextmanager
+def _tried(model: nn.Module, trials: Sequence[Trial], untried: set[str]) -> Generator[None, None, None]:
+    """Install ``trials`` within this context; their names leave ``untried``.
+
+    They run behind the hooks of :class:`_Watch`, which are prepended later and end what they watch.
+    """
+    modules = {model.get_submodule(trial.name) for trial in trials} - _watched
+    _watched.update(modules)
+    try:
+        with ExitStack() as stack:
+            for trial in trials:
+                stack.callback(trial.install(model.get_submodule(trial.name), untried).remove)
+            yield
+    finally:
+        _watched.difference_update(modules)
 
 
 @contextmanager
@@ -107,13 +131,15 @@ class _Watch(TorchFunctionMode):
             yield member.register_forward_hook(partial(self._leave_term, term))
 
     def _enter_child(self, module: nn.Module, args: tuple) -> None:
-        self._active, self._inside = False, 0
+        self._active, self._inside, self.proved = False, 0, False
         if _FROM_START in module.__dict__:
             self._start(next(iter(self.terms)))
             for member, term in self.terms.values():
                 _mark_parameters(member, term)
 
     def _enter_term(self, name: str, term: Term, member: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.proved:  # the trial
+            return
         self._start(name)
         if any(kind(x) is Kind.PARTIAL for x in tensors((args, kwargs))):
             raise ValueError(self._message(f"{name.removeprefix(self.name + '.')} computes with it"))
@@ -123,7 +149,7 @@ class _Watch(TorchFunctionMode):
             _mark_parameters(member, term)
 
     def _leave_term(self, term: Term, member: nn.Module, args: tuple, output: Any) -> None:
-        if term.known:
+        if term.known and not self.proved:
             self._inside -= 1
             for value in list(tensors(output))[:1]:
                 mark(value, Kind.PARTIAL)

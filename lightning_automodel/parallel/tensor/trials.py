@@ -1,0 +1,292 @@
+"""Tries a module of a user once: what slices give, summed over the ranks, is what the whole gives, or an error.
+
+::
+
+                       GPU 0                          GPU 1
+    drawn weights      up 0-7, down 0-7               up 0-7, down 0-7         the same on all ranks
+    on slices          f(up 0-3, down 0-3)            f(up 4-7, down 4-7)      one all-reduce
+    whole              f(up 0-7, down 0-7)            the same                 as one process computes
+
+The weights are drawn, because those of a new module may hide what it does (a gate of zeros, a mixture of heads that
+begins as the identity), and computed with in float32, because a few of many features make a small difference. The
+module runs on what enters it in the first forward pass, without gradients and as in evaluation; what draws at random
+cannot be tried.
+"""
+
+from collections.abc import Generator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_automodel._compat.fake_shapes import is_fake
+from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel._compat.pytree import tree_map
+from lightning_automodel._compat.tensors import TorchDispatchMode, without_modes
+from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
+from lightning_automodel.modules.wrappers import find_adapted_parameters
+from lightning_automodel.parallel.activation_checkpoint import without_cache
+from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take_rows
+from lightning_automodel.parallel.tensor.twins import is_draw
+from lightning_automodel.plans import Layout, ParameterLayout
+from lightning_automodel.plans.linearity import tensors
+from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.styles import Enter
+
+_TOLERANCE, _OF_NARROW = 2e-3, 3e-2
+_NARROW = (torch.bfloat16, torch.float16)
+_HELD = {Enter.EMBED, Enter.NORM, Enter.ROW_NORM}
+"""Collectives that are part of what a module computes."""
+Attributes = dict[str, dict[str, Any]]
+_whole: list[bool] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What a module was before it was split.
+
+    Attributes:
+        name: of the module.
+        is_boundary: what it gives is a term of a sum; else its members have summed.
+        parameters: by module inside of it and name: which one of its tensors it is (ties), its shape and its layout.
+        attributes: by module inside of it, those that a rank has other values for.
+    """
+
+    name: str
+    is_boundary: bool
+    parameters: Mapping[tuple[str, str], tuple[int, torch.Size, ParameterLayout]]
+    attributes: Attributes
+
+
+def modules_to_try(model: nn.Module, layout: Layout, gathered_alone: Set[str]) -> list[Tried]:
+    """Describe the modules of ``model``, which is still whole, that have to prove that they are right on slices.
+
+    Modules with parameters that are no plain numbers, or that others put in place while they run, are not tried; nor
+    are blocks, where the sequence is cut between their children.
+    """
+    names = [
+        *layout.terms,
+        *(n for n in layout.holders if layout.sequence is None or n not in layout.sequence.children),
+    ]
+    return [_describe(model, name, layout) for name in names if _can_try(model, name, layout, gathered_alone)]
+
+
+def _can_try(model: nn.Module, name: str, layout: Layout, gathered_alone: Set[str]) -> bool:
+    module = model.get_submodule(name)
+    if any(find_adapted_parameters(module)) or not all(p.is_floating_point() for p in module.parameters()):
+        return False
+    inside = [n for n, _ in module.named_modules(prefix=name)]
+    enters = [layout.modules[n].enter for n in inside if n in layout.modules]
+    known = all(f"{name}.{p}" in layout.parameters for p, _ in module.named_parameters(remove_duplicate=False))
+    return known and gathered_alone.isdisjoint(inside) and _HELD.isdisjoint(enters)
+
+
+def _describe(model: nn.Module, name: str, layout: Layout) -> Tried:
+    inside = {
+        n.removeprefix(name).removeprefix("."): (n, m) for n, m in model.get_submodule(name).named_modules(prefix=name)
+    }
+    numbers: dict[int, int] = {}
+    parameters = {
+        (n, p): (numbers.setdefault(id(value), len(numbers)), value.shape, layout.parameters[f"{full}.{p}"])
+        for n, (full, module) in inside.items()
+        for p, value in own_parameters(module).items()
+        if value is not None
+    }
+    attributes = {
+        n: {a: vars(module).get(a) for a in layout.attributes[full]}
+        for n, (full, module) in inside.items()
+        if full in layout.attributes
+    }
+    return Tried(name=name, is_boundary=name in layout.terms, parameters=parameters, attributes=attributes)
+
+
+def is_whole_now() -> bool:
+    """Tell whether a module runs with whole weights, so that collectives have nothing to do."""
+    return bool(_whole)
+
+
+class Trial:
+    """Tries one module over ``tp_mesh``."""
+
+    def __init__(self, tried: Tried, tp_mesh: DeviceMesh) -> None:
+        self.name, self._tried, self._tp_mesh = tried.name, tried, tp_mesh
+
+    def install(self, module: nn.Module, untried: set[str]) -> RemovableHandle:
+        """Install the hook that tries ``module`` behind its next pass, and takes its name out of ``untried``."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if self.name in untried and not is_whole_now():
+                untried.discard(self.name)
+                if not _is_right(module, self._tried, self._tp_mesh, args, kwargs):
+                    untried.add(self.name)
+                    raise ValueError(self._message(module))
+
+        return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+
+    def _message(self, module: nn.Module) -> str:
+        return (
+            f"{self.name} ({type(module).__name__}) gives other numbers with parts of its weights on the tp ranks than "
+            "with the whole: something in it computes across the features or heads of which each rank has a part, or "
+            "with their number or place, or changes a sum over the ranks. Leave the module whole, with a rule "
+            f"'replicate' for each of its layers ({wildcard(self.name)}.*) in "
+            "FSDP2Config(tp_plan={'extends': 'model', ...}), or use tp=1"
+        )
+
+
+def _is_right(module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Compare what the ranks' slices give together with what the whole gives.
+
+    Returns:
+        true also where that cannot be told: it draws at random, or does not run with other weights.
+    """
+    first = next((x for x in tensors((args, kwargs)) if x.is_floating_point()), None)
+    if first is None or not first.numel() or is_fake(first):
+        return True
+    with without_modes(), torch.no_grad(), torch.autocast(first.device.type, enabled=False), _as_it_was(module):
+        return _compare(module, tried, tp_mesh, _in_float32(args), _in_float32(without_cache(kwargs)), first.device)
+
+
+def _compare(
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], device: torch.device
+) -> bool:
+    whole, watch = _draw(tried, device), _Watch()
+    slices = {key: _slice(whole[key], layout, tp_mesh) for key, (_, _, layout) in tried.parameters.items()}
+    with _in_place(module, whole), _restored(module, tried.attributes), _without_collectives():
+        expected = _output_of(module, args, kwargs, watch)
+    with _in_place(module, slices):
+        found = _output_of(module, args, kwargs, watch)
+    can_tell = expected is not None and found is not None and expected.shape == found.shape and not watch.draws
+    agreed = torch.tensor(float(can_tell), device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, tp_mesh.get_group())
+    if expected is None or found is None or not agreed.item():
+        return True
+    if tried.is_boundary:
+        dist.all_reduce(found, group=tp_mesh.get_group())
+    error = (found - expected).norm() / expected.norm()
+    return not bool(error > (_OF_NARROW if watch.is_narrow else _TOLERANCE))  # NaN tells nothing
+
+
+def _output_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch") -> Tensor | None:
+    """Return the first output of ``module``, or nothing where it cannot be computed with such weights."""
+    try:
+        with watch:
+            output = module.forward(*args, **kwargs)
+    except Exception:  # a kernel for narrow numbers alone, a check of values: nothing can be told
+        return None
+    first = next((x for x in tensors(output) if x.is_floating_point()), None)
+    return None if first is None else first.float().clone()
+
+
+# ---- what is put in place for it -------------------------------------------------------------------------------------
+
+
+def _draw(tried: Tried, device: torch.device) -> dict[tuple[str, str], Tensor]:
+    """Draw a value for each parameter: matrices keep the size of what they multiply, vectors are positive.
+
+    The parts of a matrix have unlike means, and none is zero.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    drawn: dict[int, Tensor] = {}
+    for number, shape, _ in tried.parameters.values():
+        if number not in drawn:
+            if len(shape) > 1:
+                matrix = torch.randn(shape, generator=generator, device=device)
+                rows, columns = (torch.linspace(0, 0.4, size, device=device) for size in shape[-2:])
+                drawn[number] = (matrix + rows[:, None] + columns) / max(shape[-1], 1) ** 0.5
+            else:
+                drawn[number] = torch.rand(shape, generator=generator, device=device) + 0.5
+    return {key: drawn[number] for key, (number, _, _) in tried.parameters.items()}
+
+
+def _slice(whole: Tensor, layout: ParameterLayout, tp_mesh: DeviceMesh) -> Tensor:
+    local = distribute_tensor(whole, tp_mesh, [layout.placement], src_data_rank=None).to_local()
+    if rows := rows_of_rank(layout, next(iter(whole.shape), 0), tp_mesh):
+        return take_rows(local, rows)
+    return local * 0 if layout.on_first_rank and tp_mesh.get_local_rank() else local
+
+
+@contextmanager
+def _in_place(module: nn.Module, values: Mapping[tuple[str, str], Tensor]) -> Generator[None, None, None]:
+    """Put ``values`` in the place of the parameters within this context."""
+    tables = {key: own_parameters(module.get_submodule(key[0])) for key in values}
+    before = {key: tables[key][key[1]] for key in values}
+    try:
+        for key, value in values.items():
+            tables[key][key[1]] = nn.Parameter(value, requires_grad=False)
+        yield
+    finally:
+        for key, parameter in before.items():
+            tables[key][key[1]] = parameter
+
+
+@contextmanager
+def _without_collectives() -> Generator[None, None, None]:
+    _whole.append(True)
+    try:
+        yield
+    finally:
+        _whole.pop()
+
+
+@contextmanager
+def _restored(module: nn.Module, attributes: Attributes) -> Generator[None, None, None]:
+    """Give modules the attributes that they had before they were split, within this context."""
+    now = {name: {a: vars(module.get_submodule(name)).get(a) for a in values} for name, values in attributes.items()}
+    try:
+        _assign(module, attributes)
+        yield
+    finally:
+        _assign(module, now)
+
+
+def _assign(module: nn.Module, attributes: Attributes) -> None:
+    for name, values in attributes.items():
+        table = vars(module.get_submodule(name))
+        table.update(values)
+        for attribute in [a for a, value in values.items() if value is None]:
+            del table[attribute]
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Generator[None, None, None]:
+    """Let ``module`` evaluate, in float32, within this context, and leave no trace: buffers, modes, random numbers."""
+    modes, states = [(m, m.training) for m in module.modules()], generator_states()
+    buffers = [(own_buffers(m), name, b) for m in module.modules() for name, b in own_buffers(m).items()]
+    try:
+        for table, name, buffer in buffers:
+            table[name] = None if buffer is None else _in_float32(buffer).clone()
+        for m, _ in modes:
+            m.training = False
+        yield
+    finally:
+        for table, name, buffer in buffers:
+            table[name] = buffer
+        for m, training in modes:
+            m.training = training
+        restore_generators(states)
+
+
+def _in_float32(values: Any) -> Any:
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x, values)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether something is drawn, and whether numbers are narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = self.is_narrow = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.draws |= is_draw(func, args, kwargs or {})
+        self.is_narrow |= any(x.dtype in _NARROW for x in tensors(output))
+        return output

@@ -1,0 +1,70 @@
+"""Tells whether what a module computes is code that was compared with one process, or may be a user's.
+
+A user's may come as a class, as what is assigned to ``forward`` of a module or of a class, as a function in the place
+of one that the code names, as an attention function that is registered with transformers, as a function among the
+attributes of a module, or as a module of torch's that computes across features, where a model has an activation.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface
+
+from lightning_automodel._compat.transformers import attention_of
+from lightning_automodel.modules.forward import code_of
+from lightning_automodel.modules.reachable_code import names_in
+
+MEASURED = ("transformers", "diffusers")
+"""Packages whose models are compared with one process, family by family (docs/families.md)."""
+KNOWN = (*MEASURED, "torch", "torchao", "peft")
+"""Packages whose modules do what their style says."""
+_BESIDE = ("lightning_automodel", "functools", "builtins", "math", "typing", "collections", "numpy")
+_EACH_ALONE = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
+_HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_ACROSS = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention)
+
+
+def package(module: nn.Module) -> str:
+    """Return the package that defines a module's class."""
+    return _package_of(type(module))
+
+
+def is_known(module: nn.Module) -> bool:
+    """Tell whether the forward pass of ``module`` itself, its children aside, is code of known packages."""
+    return package(module) in KNOWN and all(_package_of(thing) in (*KNOWN, *_BESIDE) for thing in _runs(module))
+
+
+def works_across_features(module: nn.Module) -> bool:
+    """Tell whether a module of torch's computes with more than single features, or has a parameter for each."""
+    if type(module).__module__.partition(".")[0] != "torch" or isinstance(module, (*_EACH_ALONE, *_HOLDING)):
+        return False
+    is_activation = type(module).__module__ == nn.GELU.__module__ and not isinstance(module, _ACROSS)
+    return not is_activation or any(p.numel() > 1 for p in module.parameters())
+
+
+def _runs(module: nn.Module) -> Iterator[Any]:
+    """Yield the code of ``module``, what it names of its file, and what its attributes are that can be called."""
+    forward = code_of(module)
+    while isinstance(forward, partial):
+        forward = forward.func
+    yield forward
+    if inspect.isfunction(forward) and _package_of(forward) in MEASURED:
+        for name in names_in(forward.__code__):
+            value = forward.__globals__.get(name)
+            if callable(value):
+                yield value
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "forward" and callable(value):
+            yield value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    registered = AttentionInterface().get(attention_of(getattr(module, "config", None)))
+    if registered is not None:
+        yield inspect.unwrap(registered)
+
+
+def _package_of(thing: Any) -> str:
+    name = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    return "builtins" if name in sys.stdlib_module_names and name != "__main__" else name

@@ -1,0 +1,199 @@
+"""Models of transformers in which somebody computes across the features or heads that tensor parallelism splits."""
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans.known_code import is_known, works_across_features
+from lightning_automodel.testing.pool import Pool
+from tests.support.comparison import Schedule, batches, compare
+from tests.support.families import tiny_model
+
+BOUND = 1e-5
+SCHEDULE = Schedule(steps=2)
+Mix = Callable[[Tensor], Tensor]
+
+
+class Gated(LlamaMLP):
+    """Its hidden features pass ``mix``, which tests assign."""
+
+    mix: Mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.mix(self.up_proj(x)))
+
+
+class BiasedGated(Gated):
+    """Writes the residual stream, so that its members take collectives of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+def largest(x: Tensor) -> Tensor:
+    return x / (1 + x.abs().max(-1, keepdim=True)[0])
+
+
+def rolled(x: Tensor) -> Tensor:
+    return x.roll(1, -1)
+
+
+def numbered(x: Tensor) -> Tensor:
+    return x * torch.arange(x.shape[-1]) / 9
+
+
+def counted(x: Tensor) -> Tensor:
+    return x / x.shape[-1] ** 0.5
+
+
+def grouped(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (8, -1)).softmax(-2).flatten(-2)
+
+
+def in_eights(x: Tensor) -> Tensor:
+    """Returns what is right on slices: eight features that stand together are on one rank."""
+    return x.unflatten(-1, (-1, 8)).softmax(-1).flatten(-2)
+
+
+def mixing_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    weights = (query @ key.transpose(-1, -2) * module.scaling + (0 if mask is None else mask)).softmax(-1)
+    weights = weights - 0.5 * weights.mean(1, keepdim=True)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def feed_forwards(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers]
+
+
+def with_class(kind: type[Gated], mix: Mix) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for mlp in feed_forwards(model):
+        mlp.__class__, mlp.mix = kind, mix
+        if kind is BiasedGated:
+            mlp.bias = nn.Parameter(torch.full((model.config.hidden_size,), 0.1))
+    return model
+
+
+def with_code(code: Callable, of: str = "") -> nn.Module:
+    """Assigns ``code`` to the ``forward`` of feed-forwards, or of what they hold."""
+    model: Any = tiny_model("llama")
+    for mlp in feed_forwards(model):
+        part = mlp.get_submodule(of)
+        part.forward = MethodType(code, part)
+    return model
+
+
+def with_activation(make: Callable[[], nn.Module]) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for mlp in feed_forwards(model):
+        mlp.act_fn = make()
+    return model
+
+
+def with_function() -> nn.Module:
+    model: Any = tiny_model("llama")
+    for mlp in feed_forwards(model):
+        del mlp.act_fn
+        mlp.act_fn = grouped
+    return model
+
+
+def with_attention() -> nn.Module:
+    AttentionInterface.register("mixes_heads", mixing_heads)
+    model: Any = tiny_model("llama")
+    model.config._attn_implementation = "mixes_heads"
+    return model
+
+
+def with_residual(self: Any, x: Tensor) -> Tensor:
+    return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def with_unit_columns(self: Any, x: Tensor) -> Tensor:
+    return functional.linear(x, functional.normalize(self.weight, dim=0))
+
+
+class Reading(LlamaDecoderLayer):
+    """Computes with a weight of what it holds."""
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        return super().forward(hidden_states, **others) * (1 + self.mlp.up_proj.weight.mean())
+
+
+def with_blocks() -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.__class__ = Reading
+    return model
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    **{mix.__name__: partial(with_class, Gated, mix) for mix in (largest, rolled, numbered, counted, grouped)},
+    "members": partial(with_class, BiasedGated, rolled),
+    "residual": partial(with_code, with_residual),
+    "columns": partial(with_code, with_unit_columns, "up_proj"),
+    "softmax": partial(with_activation, partial(nn.Softmax, -1)),
+    "function": with_function,
+    "attention": with_attention,
+    "blocks": with_blocks,
+}
+EXACT: dict[str, Callable[[], nn.Module]] = {
+    "in_eights": partial(with_class, Gated, in_eights),
+    "members": partial(with_class, BiasedGated, in_eights),
+    "one": partial(with_activation, nn.PReLU),
+}
+
+
+def messages(config: FSDP2Config) -> dict[str, str]:
+    """Runs on each rank: what the first forward pass says."""
+    mesh, found = build_mesh(resolve_sizes(2, tp=2), "cpu"), {}
+    for name, make in REFUSED.items():
+        try:
+            parallelize(make(), mesh, config).train()(**batches(SCHEDULE, 0, 0)[0])
+            found[name] = ""
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_a_part_of_the_features_does_not_tell_is_refused(sequence_parallel: bool, pool2: Pool) -> None:
+    for found in pool2.run(messages, FSDP2Config(sequence_parallel=sequence_parallel)):
+        silent = {name for name, message in found.items() if "model.layers." not in message}
+        silent -= {"blocks"} if sequence_parallel else set()  # their children are on slices of the sequence
+        assert silent == set()
+        assert "gives other numbers with parts of its weights on the tp ranks than with the whole" in found["largest"]
+        assert "a rule 'replicate' for each of its layers (model.layers.*.mlp.*)" in found["largest"]
+
+
+def errors() -> dict[str, tuple[float, str]]:
+    """Runs on each rank."""
+    return {name: compare(make, {"tp": 2}, 2, SCHEDULE).largest for name, make in EXACT.items()}
+
+
+def test_what_is_right_on_parts_is_exact(pool2: Pool) -> None:
+    for found in pool2.run(errors):
+        assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+def test_which_code_is_known() -> None:
+    plain: Any = tiny_model("llama")
+    assert all(map(is_known, plain.modules()))
+    assert not is_known(with_code(with_residual).model.layers[0].mlp)  # type: ignore[union-attr, index]
+    assert not is_known(with_function().model.layers[0].mlp)  # type: ignore[union-attr, index]
+    assert not is_known(with_attention().model.layers[0].self_attn)  # type: ignore[union-attr, index]
+    across = [nn.Softmax(-1), nn.GLU(), nn.PReLU(8), nn.LayerNorm(8, elementwise_affine=False), nn.AvgPool1d(2)]
+    assert all(map(works_across_features, across))
+    assert not any(map(works_across_features, [nn.Linear(2, 2), nn.SiLU(), nn.PReLU(), nn.Dropout(), nn.Sequential()]))
