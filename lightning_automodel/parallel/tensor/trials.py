@@ -13,6 +13,7 @@ module runs on what enters it in the first forward pass, without gradients and a
 cannot be tried.
 """
 
+import random
 from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,11 +175,16 @@ def _compare(
 
 def _output_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch") -> Tensor | None:
     """Return the first output of ``module``, or nothing where it cannot be computed with such weights."""
+    states, of_python = generator_states(), random.getstate()
     try:
         with watch:
             output = module.forward(*args, **kwargs)
     except Exception:  # a kernel for narrow numbers alone, a check of values: nothing can be told
         return None
+    finally:
+        watch.draws |= of_python != random.getstate()
+        watch.draws |= not all(map(torch.equal, states, generator_states()))
+        random.setstate(of_python)
     first = next((x for x in tensors(output) if x.is_floating_point()), None)
     return None if first is None else first.float().clone()
 
