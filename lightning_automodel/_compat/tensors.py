@@ -50,22 +50,23 @@ def without_checkpointing_modes() -> Generator[None, None, None]:
 
     torch can disable all modes only, those of fake tensors and of measurements among them.
     """
-    modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())][::-1]
-    kept = [mode for mode in modes if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
-    try:
-        with _pushed(kept):
-            yield
-    finally:
-        for mode in modes:
-            _push_mode(mode)
+    caching = _CachingTorchDispatchMode | _CachedTorchDispatchMode
+    with _popped() as modes, _pushed([mode for mode in modes if not isinstance(mode, caching)]):
+        yield
 
 
 @contextmanager
 def without_modes() -> Generator[None, None, None]:
     """Hides what runs within this context from all that watches operations."""
+    with _popped():
+        yield
+
+
+@contextmanager
+def _popped() -> Generator[list[Any], None, None]:
     modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())][::-1]
     try:
-        yield
+        yield modes
     finally:
         for mode in modes:
             _push_mode(mode)

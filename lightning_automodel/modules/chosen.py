@@ -23,7 +23,7 @@ from typing import TypeGuard
 from torch import nn
 
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
-_Loop = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+_Loop = ast.For | ast.While | _COMPREHENSIONS
 
 
 def is_chosen_from(holder: nn.Module, name: str) -> bool:

@@ -5,6 +5,7 @@ that to the sums, whichever comes first in a backward pass.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
@@ -30,7 +31,7 @@ class _Watches(SharedByCopies):
         """Look again: ``module.to`` and the like let autograd forget where it was watched."""
         for parameter, watched in self._nodes.items():
             if parameter.requires_grad and (node := get_gradient_edge(parameter).node) is not watched:
-                node.register_prehook(_Lays(parameter.placements))
+                node.register_prehook(partial(_lay, parameter.placements))
                 self._nodes[parameter] = node  # lives as long as it is held
 
 
@@ -39,14 +40,8 @@ def _is_short(parameter: DTensor) -> bool:
     return any(d is not None and parameter.shape[d] < parameter.device_mesh.size(i) for i, d in enumerate(dims))
 
 
-class _Lays(SharedByCopies):
-    """Lays one gradient."""
-
-    def __init__(self, placements: tuple[Placement, ...]) -> None:
-        self._placements = placements
-
-    def __call__(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        (gradient,) = gradients
-        if not isinstance(gradient, DTensor) or gradient.placements == self._placements:
-            return None
-        return (gradient.redistribute(placements=self._placements),)
+def _lay(placements: tuple[Placement, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    (gradient,) = gradients
+    if not isinstance(gradient, DTensor) or gradient.placements == placements:
+        return None
+    return (gradient.redistribute(placements=placements),)

@@ -23,8 +23,10 @@ MEASURED = ("transformers", "diffusers")
 KNOWN = (*MEASURED, "torch", "torchao", "peft")
 """Packages whose modules do what their style says."""
 _BESIDE = ("lightning_automodel", "functools", "builtins", "math", "typing", "collections", "numpy")
-_EACH_ALONE = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
+_AS_PLANNED = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
 _HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+PLAIN = (*_AS_PLANNED, *_HOLDING)
+"""Modules of torch's that treat every token alone, and features as a plan expects, or that only hold others."""
 _ACROSS = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention)
 
 
@@ -40,10 +42,16 @@ def is_known(module: nn.Module) -> bool:
 
 def works_across_features(module: nn.Module) -> bool:
     """Tell whether a module of torch's computes with more than single features, or has a parameter for each."""
-    if type(module).__module__.partition(".")[0] != "torch" or isinstance(module, (*_EACH_ALONE, *_HOLDING)):
+    if package(module) != "torch" or isinstance(module, PLAIN):
         return False
-    is_activation = type(module).__module__ == nn.GELU.__module__ and not isinstance(module, _ACROSS)
-    return not is_activation or any(p.numel() > 1 for p in module.parameters())
+    if not is_activation(module) or isinstance(module, _ACROSS):
+        return True
+    return any(p.numel() > 1 for p in module.parameters())
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Tell whether a module is one of torch's activations."""
+    return type(module).__module__ == nn.GELU.__module__
 
 
 def _runs(module: nn.Module) -> Iterator[Any]:

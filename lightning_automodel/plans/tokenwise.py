@@ -26,12 +26,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lightning_automodel.modules.forward import code_of
+from lightning_automodel.plans.known_code import PLAIN, is_activation
 
 _LINEARS = ("torchao.", "bitsandbytes.", "liger_kernel.")  # and norms: these libraries replace nothing else in blocks
 _MEASURED = ("transformers.", "torch.nn.", "peft.", *_LINEARS, "lightning_automodel.")
 _OF_TORCH = "torch.nn."
-_ON_FEATURES = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
-_HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _MODELS = "transformers.models."
 _APART = {
     *("torch", "nn", "functional", "F", "math", "gelu", "silu", "relu", "sigmoid", "tanh", "softplus"),
@@ -57,10 +56,10 @@ def _works_on_features(module: nn.Module) -> bool:
     """Tell whether a module of torch's works on the last dimension of [batch, seq, features], or on single elements."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return len(module.normalized_shape) == 1
-    if isinstance(module, (*_ON_FEATURES, *_HOLDING)):
+    if isinstance(module, PLAIN):
         return True
-    is_activation = type(module).__module__ == nn.GELU.__module__ and not isinstance(module, nn.Softmax2d)
-    return is_activation and next(module.parameters(), None) is None and getattr(module, "dim", -1) == -1
+    is_alone = is_activation(module) and not isinstance(module, nn.Softmax2d)
+    return is_alone and next(module.parameters(), None) is None and getattr(module, "dim", -1) == -1
 
 
 def loops_keep_tokens_apart(holder: nn.Module) -> bool:

@@ -55,19 +55,24 @@ class HooksOfReplicas:
         self._module, self._is_known = module, is_known
         self._kept: dict[nn.Parameter, list[Tensor]] = {}
         self._accumulated: set[nn.Parameter] = set()
+        self._on_gradients: list[nn.Parameter] = []
+        self._on_sums: list[nn.Parameter] = []
 
     @property
     def read_sums(self) -> bool:
         """Tell whether any hook sees what a step has accumulated so far."""
-        return any(_waiting(hooks_after_accumulation(p)) for p in self._module.parameters())
+        return bool(self._on_sums)
 
     def find(self) -> None:
-        """Let those that came since wait, too."""
-        for parameter in self._module.parameters():
+        """Let those that came since wait, too; note the parameters that have any."""
+        parameters = list(self._module.parameters())
+        for parameter in parameters:
             if any(map(is_of_user, gradient_hooks_of(parameter))):
                 wrap_gradient_hooks(parameter, partial(_wait, act=partial(self._keep, parameter)))
             if any(map(is_of_user, hooks_after_accumulation(parameter))):
                 wrap_hooks_after_accumulation(parameter, partial(_wait, act=self._note))
+        self._on_gradients = [p for p in parameters if _waiting(gradient_hooks_of(p))]
+        self._on_sums = [p for p in parameters if _waiting(hooks_after_accumulation(p))][::-1]
 
     def forget(self) -> None:
         """Drop what a backward pass has left that an exception ended."""
@@ -82,7 +87,7 @@ class HooksOfReplicas:
     @torch.no_grad()
     def run_on_gradients(self) -> None:
         """Run those of ``register_hook`` on what the last backward pass gave. Collective if there are any."""
-        hooked = [p for p in self._module.parameters() if _waiting(gradient_hooks_of(p))]
+        hooked = self._on_gradients
         for parameter, count in zip(hooked, _most([len(self._kept.get(p, ())) for p in hooked], hooked), strict=True):
             for gradient in _filled(self._kept.pop(parameter, []), count, parameter):
                 value = average(gradient)
@@ -94,7 +99,7 @@ class HooksOfReplicas:
     @torch.no_grad()
     def run_on_sums(self) -> None:
         """Run those of ``register_post_accumulate_grad_hook``, behind the reduction. Collective if there are any."""
-        hooked = [p for p in self._module.parameters() if _waiting(hooks_after_accumulation(p))][::-1]
+        hooked = self._on_sums
         for parameter, is_due in zip(hooked, _most([p in self._accumulated for p in hooked], hooked), strict=True):
             for waiting in _waiting(hooks_after_accumulation(parameter)) if is_due else ():
                 waiting.hook(parameter)

@@ -34,7 +34,8 @@ from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Leave
 from lightning_automodel.plans.sum_terms import Term
 
-_LEFT, _UNTRIED = "_boundaries_that_are_not_followed_yet", "untried"
+_LEFT = "_boundaries_that_are_not_followed_yet"
+_UNTRIED = "_modules_that_are_not_tried_yet"
 _FROM_START = "_partial_sums_are_followed_from_the_start"
 _watched: set[nn.Module] = set()
 
@@ -57,11 +58,12 @@ def follow_partial_sums(model: nn.Module, layout: Layout, trials: Sequence[Trial
     """
     if not layout.terms and not trials:
         return
-    model.__dict__[_LEFT] = {True: set(layout.terms), False: set(layout.terms), _UNTRIED: {t.name for t in trials}}
+    model.__dict__[_LEFT] = {True: set(layout.terms), False: set(layout.terms)}
+    model.__dict__[_UNTRIED] = {trial.name for trial in trials}
 
     def around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         left: set[str] = model.__dict__[_LEFT][model.training]
-        untried: set[str] = model.__dict__[_LEFT][_UNTRIED]
+        untried: set[str] = model.__dict__[_UNTRIED]
         if not left and not untried:
             return forward(*args, **kwargs)
         watches = [_Watch(model, name, layout) for name in sorted(left)]
