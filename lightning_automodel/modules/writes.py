@@ -4,10 +4,12 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from lightning_automodel._compat.dtensor import writes_into
 from lightning_automodel._compat.fake import key_of
 from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.tensors import reads_of_data, version_of
+from lightning_automodel._compat.tensors import reads_of_data
 
 State = tuple[int, int, Tensor | None]
 """Writes (and reads of ``.data``, which is written into) and memory of a tensor; its values where they are compared."""
@@ -26,15 +28,22 @@ class Writes:
 
     def before(self, key: Hashable, tensor: Tensor) -> State:
         """Note what ``tensor`` is now; ``key`` names it in every pass."""
-        values = tensor.detach().clone() if key in self._written else None
-        return version_of(tensor) + reads_of_data(tensor), key_of(tensor.untyped_storage()), values
+        local = _part_of_rank(tensor)
+        values = local.clone() if key in self._written else None
+        return writes_into(tensor) + reads_of_data(tensor), key_of(local.untyped_storage()), values
 
     def changed(self, key: Hashable, tensor: Tensor, before: State) -> bool:
         """Tell whether ``tensor`` is another one than before, as far as is known."""
         version, memory, values = before
-        if key_of(tensor.untyped_storage()) != memory:
+        local = _part_of_rank(tensor)
+        if key_of(local.untyped_storage()) != memory:
             return True
-        if version_of(tensor) + reads_of_data(tensor) == version:
+        if writes_into(tensor) + reads_of_data(tensor) == version:
             return False
         self._written.add(key)
-        return values is not None and not is_fake(tensor) and not torch.equal(values, tensor)
+        return values is not None and not is_fake(local) and not torch.equal(values, local)
+
+
+@torch.no_grad()
+def _part_of_rank(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
