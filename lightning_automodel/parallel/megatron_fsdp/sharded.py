@@ -7,17 +7,14 @@ The library's wrapper is not in the module tree, so names stay; it is told by ho
     end_backward               the window's end: gradients are reduced, parameters become those that the optimizer has
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.clearing import clear_with_others
 from lightning_automodel._compat.dtensor import count_writes_through_data, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     abandon_pass,
@@ -25,7 +22,7 @@ from lightning_automodel._compat.megatron_fsdp import (
     use_raw_parameters,
 )
 from lightning_automodel.config import MegatronFSDPConfig
-from lightning_automodel.distributed.logs import log, warn_once
+from lightning_automodel.distributed.logs import log
 from lightning_automodel.distributed.replica_checksums import Replicas
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
@@ -35,6 +32,7 @@ from lightning_automodel.parallel.megatron_fsdp.order import Calls, ReductionsIn
 from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards, refuse_operations
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
+from lightning_automodel.parallel.megatron_fsdp.windows import WindowGradients
 
 
 class ShardedModules:
@@ -89,25 +87,14 @@ class ShardedModules:
         if dtypes.main is not None:
             self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
         self.units = tuple(units)
-        self._watch(container)
-        self._cleared: set[str] = set()  # within a window
-        self._left: dict[str, Tensor] = {}
-        self._window_is_closed = self._is_outdated = True
-        self._is_abandoned = False
+        gathered = container.named_modules() if self.frees_units else ()
+        calls = Calls((name.partition(".")[2], m) for name, m in gathered if isinstance(m, self.units))
+        self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
+        self._window = WindowGradients(self.wrapper, self._parameters, config, self.norms, calls)
+        self._is_outdated = True
         self._writes_seen = 0
-        clear_with_others(self)
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
-
-    def _watch(self, container: nn.Module) -> None:
-        """Note what passes meet: units and parameters."""
-        gathered = container.named_modules() if self.frees_units else ()
-        self._calls = Calls((name.partition(".")[2], m) for name, m in gathered if isinstance(m, self.units))
-        self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
-        self._reached: set[str] = set()
-        for name, raw in self.wrapper.raw_param.items():
-            if raw.requires_grad:
-                raw.register_post_accumulate_grad_hook(partial(self._note, name))
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
@@ -155,19 +142,7 @@ class ShardedModules:
                 exception ended was not cleared.
         """
         self._refuse_changes_of_what_trains()
-        cleared = self._cleared
-        if self._window_is_closed:
-            self._follow_zero_grad()
-        elif self._cleared:
-            self._clear(self._cleared)
-        if self._is_abandoned and {n for n, p in self._parameters.items() if p.requires_grad} - cleared:
-            raise ValueError(
-                "a backward pass was ended by an exception, and gradients of a part of its layers are left; call "
-                "self.zero_grad() before the next one"
-            )
-        self._is_abandoned = False
-        self._cleared = set()
-        self._window_is_closed = False
+        self._window.begin_backward()
         use_raw_parameters(self.wrapper)
         self.wrapper.is_last_microbatch = is_last
         self._reductions.begin()
@@ -181,32 +156,15 @@ class ShardedModules:
         if self.wrapper.is_last_microbatch:
             self._await_gathers()
             self.wrapper.finish_grad_sync()
-            self._window_is_closed = True
-            self._give_empty_gradients()
-            self._add_left_gradients()
-            self._check_gradients()
+            self._window.end()
         else:
             use_parameters_of_optimizer(self.wrapper)
 
     def abandon(self) -> None:
         """Begin anew behind a backward pass that an exception has ended."""
         abandon_pass(self.wrapper)
-        self._is_outdated = self._is_abandoned = True
-
-    def clear(self, parameters: set[Tensor], set_to_none: bool) -> None:
-        """Note that ``zero_grad`` clears ``parameters`` within a window; else clear those that the optimizer has in the
-        place of those that compute, which a module may have now.
-        """
-        raw = self.wrapper.raw_param
-        names = {name for name, p in self._parameters.items() if p in parameters or raw[name] in parameters}
-        if self._window_is_closed:
-            for parameter in (self._parameters[name] for name in names):
-                if parameter.grad is not None:
-                    parameter.grad = None if set_to_none else parameter.grad.zero_()
-            return
-        self._cleared |= names
-        if set_to_none:
-            self._reached -= names
+        self._window.abandon()
+        self._is_outdated = True
 
     @property
     def frees_units(self) -> bool:
@@ -246,80 +204,6 @@ class ShardedModules:
                 f"{name} was {'frozen' if changed & self._trained else 'unfrozen'} after Megatron-FSDP had sharded it, "
                 "which has gradients only for what trained then; freeze in configure_model and leave it so (what is "
                 "only read, within torch.no_grad()), or use FSDP2TPStrategy, which follows"
-            )
-
-    def _follow_zero_grad(self) -> None:
-        """Clear the library's buffers of gradients, which ``zero_grad`` of an optimizer does not know."""
-        left = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        self._reached = set(left)  # zeros are a gradient, too
-        if not any(bool(to_local_if_dtensor(gradient).any()) for gradient in left.values()):
-            self.wrapper.zero_grad_buffer()
-            return
-        if self.config.zero_dp_strategy < 2:  # its buffers hold sums of this rank until the window ends
-            self._left = {name: to_local_if_dtensor(gradient).clone() for name, gradient in left.items()}
-            self.wrapper.zero_grad_buffer()
-            return
-        self._clear(name for name in self._parameters if name not in left)
-
-    def _clear(self, names: Iterable[str]) -> None:
-        buffers = self.wrapper.param_and_grad_buffer
-        for name in names:
-            self._left.pop(name, None)
-            raw = self.wrapper.raw_param[name]
-            group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
-            if group.main_grad_buffer is not None:
-                item = group.main_grad_buffer.param_idx[raw]
-                group.main_grad_buffer.get_item(item).zero_()  # as much as this rank has of it
-
-    def _note(self, name: str, _: Tensor) -> None:
-        """Note that a backward pass reached a parameter: a hook of the one that computes."""
-        self._reached.add(name)
-
-    def _give_empty_gradients(self) -> None:
-        """Give a rank whose shard is empty an empty gradient, or it would stay out of what others compute."""
-        for parameter in self._parameters.values():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _add_left_gradients(self) -> None:
-        """Add gradients that the optimizer had when the window began."""
-        for name, gradient in self._left.items():
-            to_local_if_dtensor(self._parameters[name].grad).add_(gradient)
-        self._left = {}
-
-    def _check_gradients(self) -> None:
-        """Look whether gradients are finite, and take those away that no backward pass reached since they were cleared:
-        they are zero, with which an optimizer still decays and moves a parameter.
-        """
-        trained = [name for name, p in self._parameters.items() if p.requires_grad]
-        unused = [name for name in trained if name not in self._reached]
-        if not self.config.check_for_nan_in_grad:
-            self._warn_of_unused(unused)
-            return
-        power = self.norms.power(self._parameters.values(), 2.0)
-        sums = torch.stack([power, torch.full_like(power, len(unused))]).double()
-        sums = torch.cat([sums, self._calls.terms().to(power.device)])
-        dist.all_reduce(sums)
-        total, missing, *calls = sums.tolist()  # the only wait of the host
-        self._calls.check(*calls)
-        if not math.isfinite(total):
-            raise ValueError(
-                "a gradient is NaN or infinite; look for the first loss that is, or set "
-                "MegatronFSDPConfig(check_for_nan_in_grad=False) to go on all the same"
-            )
-        if missing:
-            everywhere = torch.tensor([float(name in unused) for name in trained], device=power.device)
-            dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-            for name, is_unused in zip(trained, everywhere.tolist(), strict=True):
-                if is_unused:
-                    self._parameters[name].grad = None
-
-    def _warn_of_unused(self, names: list[str]) -> None:
-        if names:
-            warn_once(
-                f"no backward pass reached {names[0].partition('.')[2]}, and Megatron-FSDP gives it a gradient of "
-                "zeros, with which weight decay and momentum still change it; freeze what is never used, or leave "
-                "MegatronFSDPConfig(check_for_nan_in_grad=True), which looks at this too"
             )
 
     def after_evaluation(self) -> None:
