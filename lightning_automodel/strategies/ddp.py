@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning import check_all_reduced, default_timeout, register_comm_hook
+from lightning_automodel._compat.modules import parameters_of
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import warn_once
@@ -190,7 +191,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         self._averages_itself = False
         if self._hooks is not None:
             self._begin_passes(self._hooks)
-        if self._trained() != self._reduced:  # a callback unfroze a layer, or another adapter is in use
+        if self._trained().keys() != self._reduced.keys():  # a callback unfroze a layer, or another adapter is in use
             self._wrap_again()
         handle = self._module.register_forward_hook(self._end_forward)
         self._is_stepping = self._module.automatic_optimization  # its gradients are reduced with those of its loss
@@ -209,7 +210,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
     def _wrap_again(self) -> None:
         trained = self._trained()
-        average_gradients([p for p in self._module.parameters() if p in self._reduced - trained])
+        average_gradients([p for i, p in self._reduced.items() if i not in trained])
         self.model = self.lightning_module
         self.configure_ddp()
         self._reduced = trained
@@ -254,14 +255,14 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
     def _must_average(self) -> bool:
         """Tell whether gradients are due, and torch's wrapper would leave some on their rank, without a word."""
         trained = self._trained()
-        if not self._reduces or trained == self._reduced:
+        if not self._reduces or trained.keys() == self._reduced.keys():
             return False
-        are_found = self.config.find_unused_parameters and trained < self._reduced
+        are_found = self.config.find_unused_parameters and trained.keys() < self._reduced.keys()
         return self._module.automatic_optimization or not are_found  # by hand, no gradient waits for a later backward
 
-    def _trained(self) -> set[nn.Parameter]:
-        """Collect what torch's wrapper reduces, which it decides on when it is made."""
-        return {parameter for parameter in self._module.parameters() if parameter.requires_grad}
+    def _trained(self) -> dict[int, nn.Parameter]:
+        """Collect what torch's wrapper reduces, which it decides on when it is made, by its ids."""
+        return {id(parameter): parameter for parameter in parameters_of(self._module) if parameter.requires_grad}
 
     @contextmanager
     @override

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_automodel._compat.modules import (
     gradient_hooks_of,
     hooks_after_accumulation,
+    parameters_of,
     wrap_gradient_hooks,
     wrap_hooks_after_accumulation,
 )
@@ -65,7 +66,7 @@ class HooksOfReplicas:
 
     def find(self) -> None:
         """Let those that came since wait, too; note the parameters that have any."""
-        parameters = list(self._module.parameters())
+        parameters = parameters_of(self._module)
         for parameter in parameters:
             if any(map(is_of_user, gradient_hooks_of(parameter))):
                 wrap_gradient_hooks(parameter, partial(_wait, act=partial(self._keep, parameter)))
