@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
 from lightning_automodel.plans.additions import ATTENDS_WITHIN_TOKENS, MIXES_TOKENS, WHOLE_STREAM
+from lightning_automodel.plans.known_code import is_measured
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks, runs_others_between
-from lightning_automodel.plans.tokenwise import is_measured, keeps_tokens_apart, takes_no_tokens_apart
+from lightning_automodel.plans.tokenwise import keeps_tokens_apart, takes_no_tokens_apart
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 ROWS_OF_ATTENTION = ("position_embeddings", "position_ids", "cache_position", "attention_mask")

@@ -1,18 +1,27 @@
 """Tells whether what a module computes is code that was compared with one process, or may be a user's.
 
+There are two comparisons: of features and heads, for tensor parallelism (:func:`is_known`), and of tokens, for context
+and sequence parallelism (:func:`is_measured`).
+
 A user's may come as a class, as what is assigned to ``forward`` of a module or of a class, as a function in the place
 of one that the code names, as an attention function that is registered with transformers, as a function among the
 attributes of a module, or as a module of torch's that computes across features, where a model has an activation.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from lightning_automodel._compat.transformers import attention_of
 from lightning_automodel.modules.forward import code_of
@@ -27,6 +36,11 @@ _AS_PLANNED = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout
 _HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PLAIN = (*_AS_PLANNED, *_HOLDING)
 """Modules of torch's that treat every token alone, and features as a plan expects, or that only hold others."""
+_TOKEN_BY_TOKEN = (
+    *("transformers.", "torch.nn.", "peft.", "lightning_automodel."),
+    *("torchao.", "bitsandbytes.", "liger_kernel."),  # linears and norms: they replace nothing else in blocks
+)
+_MODELS = "transformers.models."
 _ACROSS = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention)
 
 
@@ -38,6 +52,27 @@ def package(module: nn.Module) -> str:
 def is_known(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, is code of known packages."""
     return package(module) in KNOWN and all(_package_of(thing) in (*KNOWN, *_BESIDE) for thing in _runs(module))
+
+
+def is_measured(module: nn.Module) -> bool:
+    """Tell whether the forward pass of ``module`` is code whose tokens are compared with those of one process.
+
+    Of transformers' models these are the ones that write text; others see, hear or forecast.
+    """
+    where = getattr(code_of(module), "__module__", None) or ""
+    is_of_model = where.startswith(_MODELS)
+    return where.startswith(_TOKEN_BY_TOKEN) and (not is_of_model or where.split(".")[2] in _families_that_write())
+
+
+@functools.cache
+def _families_that_write() -> frozenset[str]:
+    """List the folders of transformers with a model of the tables (docs/families.md), or with an encoder beside one."""
+    tables = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+    return frozenset(model_type_to_module_name(family) for table in tables for family in table)
 
 
 def works_across_features(module: nn.Module) -> bool:
@@ -57,7 +92,7 @@ def is_activation(module: nn.Module) -> bool:
 def _runs(module: nn.Module) -> Iterator[Any]:
     """Yield the code of ``module``, what it names of its file, and what its attributes are that can be called."""
     forward = code_of(module)
-    while isinstance(forward, partial):
+    while isinstance(forward, functools.partial):
         forward = forward.func
     yield forward
     if inspect.isfunction(forward) and _package_of(forward) in MEASURED:

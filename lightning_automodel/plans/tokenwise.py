@@ -1,4 +1,4 @@
-"""Tells whether tokens may meet in the code of a module: read off the source, where no table of ours has measured it.
+"""Tells whether tokens may meet in the code of a module: read off the source, where no table has measured it.
 
 ::
 
@@ -6,32 +6,21 @@
     x.pow(2).mean(-1)                           what works on the last dimension           tokens stay apart
     q @ k.transpose(-2, -1), x[:, 1:], cumsum   anything else                              tokens may meet
 
-Code of transformers' models that write text is compared with one process family by family; other code is a user's,
-comes with a checkpoint, or is of a model of transformers that sees, hears or forecasts. What a user assigns to
-``forward`` of a single module is a user's as well. Of torch's modules it is known which ones work on features alone.
+Whose code it is, :mod:`~lightning_automodel.plans.known_code` tells. Of torch's modules it is known which ones work on
+features alone.
 """
 
 import ast
-import functools
 import inspect
 import textwrap
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.configuration_auto import model_type_to_module_name
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 
 from lightning_automodel.modules.forward import code_of
-from lightning_automodel.plans.known_code import PLAIN, is_activation
+from lightning_automodel.plans.known_code import PLAIN, is_activation, is_measured
 
-_LINEARS = ("torchao.", "bitsandbytes.", "liger_kernel.")  # and norms: these libraries replace nothing else in blocks
-_MEASURED = ("transformers.", "torch.nn.", "peft.", *_LINEARS, "lightning_automodel.")
 _OF_TORCH = "torch.nn."
-_MODELS = "transformers.models."
 _APART = {
     *("torch", "nn", "functional", "F", "math", "gelu", "silu", "relu", "sigmoid", "tanh", "softplus"),
     *("leaky_relu", "elu", "dropout", "linear", "layer_norm", "rms_norm", "square", "pow", "sqrt", "rsqrt"),
@@ -103,24 +92,6 @@ def _takes_all(index: ast.expr, kept: set[str]) -> bool:
     if isinstance(index, ast.Tuple):
         return all(ast.unparse(part) == ":" or ast.unparse(part) in kept for part in index.elts)
     return isinstance(index, ast.Constant) and isinstance(index.value, int | str)
-
-
-def is_measured(module: nn.Module) -> bool:
-    """Tell whether the forward pass of ``module`` is code whose numbers are compared with one process's."""
-    where = getattr(code_of(module), "__module__", None) or ""
-    is_of_model = where.startswith(_MODELS)
-    return where.startswith(_MEASURED) and (not is_of_model or where.split(".")[2] in _families_that_write())
-
-
-@functools.cache
-def _families_that_write() -> frozenset[str]:
-    """List the folders of transformers with a model of the tables (docs/families.md), or with an encoder beside one."""
-    tables = (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    )
-    return frozenset(model_type_to_module_name(family) for table in tables for family in table)
 
 
 def _body(module: nn.Module) -> list[ast.stmt] | None:
