@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import (
+from lightning_automodel._compat.lightning import optimizers_to_device
+from lightning_automodel._compat.modules import have_gradient_hooks
+from lightning_automodel._compat.trainer import (
     average_rate_search,
     begin_next_epoch,
     bring_own_precision,
     choose_checkpoint_paths,
-    optimizers_to_device,
     set_callbacks_for_epoch,
     skips_backward,
 )
-from lightning_automodel._compat.modules import have_gradient_hooks
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import checkpoint_path_of, is_accumulating
 from lightning_automodel._compat.progress import before_first_batch, training_loader
+from lightning_automodel._compat.trainer import checkpoint_path_of, is_accumulating
 from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models

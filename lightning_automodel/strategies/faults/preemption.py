@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from lightning_automodel._compat.interruption import SignalHandling, make_resumable, requeue_path, save_as_last
-from lightning_automodel._compat.lightning import is_accumulating
+from lightning_automodel._compat.trainer import is_accumulating
 from lightning_automodel.distributed.kept_groups import keep
 
 AtOnce = Callable[[], AbstractContextManager[None]]
