@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
 
 class LaunchedStrategy(ParallelStrategy):
@@ -24,6 +24,15 @@ class LaunchedStrategy(ParallelStrategy):
 
     def _get_process_group_backend(self) -> str:
         return self.own_backend() or super()._get_process_group_backend()  # type: ignore[misc]
+
+
+def expect_first_step(strategy: DDPStrategy) -> None:
+    """Lets a step by hand be the first one of torch's wrapper, which was made anew.
+
+    With ``static_graph`` Lightning has it reduce what the first backward pass left, which the wrapper does by itself in
+    automatic optimization only; it does so once per run.
+    """
+    strategy._pl_static_graph_delay_done = False
 
 
 class ExchangedStochasticAveraging(StochasticWeightAveraging):

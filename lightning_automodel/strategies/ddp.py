@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_automodel._compat.lightning import check_all_reduced, default_timeout, register_comm_hook
 from lightning_automodel._compat.modules import parameters_of
+from lightning_automodel._compat.strategies import expect_first_step
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import warn_once
@@ -95,7 +96,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         self.config = DDPConfig.chosen(config)
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
         self._readers: ProcessGroup | None = None
-        self._averages_itself = self._has_averaged = self._is_stepping = False
+        self._averages_itself = self._has_averaged = self._is_stepping = self._has_failed = False
         self._plain: PlainBackward
         self._hooks: HooksOfReplicas | None = None
         super().__init__(
@@ -191,7 +192,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         self._averages_itself = False
         if self._hooks is not None:
             self._begin_passes(self._hooks)
-        if self._trained().keys() != self._reduced.keys():  # a callback unfroze a layer, or another adapter is in use
+        if self._has_failed or self._trained().keys() != self._reduced.keys():  # or another adapter is in use
             self._wrap_again()
         handle = self._module.register_forward_hook(self._end_forward)
         self._is_stepping = self._module.automatic_optimization  # its gradients are reduced with those of its loss
@@ -213,7 +214,8 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         average_gradients([p for i, p in self._reduced.items() if i not in trained])
         self.model = self.lightning_module
         self.configure_ddp()
-        self._reduced = trained
+        expect_first_step(self)
+        self._reduced, self._has_failed = trained, False
 
     def _end_forward(self, *_: Any) -> None:
         """Keep torch's wrapper from reducing what it was made for, if the step itself has chosen other parameters."""
@@ -235,8 +237,12 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         """Surrounds autograd's work, behind which ``on_after_backward`` sees the gradients of all ranks."""
         assert self._hooks is not None
         self._hooks.find()
-        with self._plain.known():
-            yield
+        try:
+            with self._plain.known():
+                yield
+        except BaseException:  # torch's wrapper waits for the rest of this pass, and for nothing else
+            self._has_failed = True
+            raise
         if self._averages_itself:
             automatic, self._averages_itself = self._module.automatic_optimization, False
             average_gradients([p for p in self._module.parameters() if automatic or p.requires_grad])
@@ -247,9 +253,10 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._reduces and not self._has_averaged:
-            check_all_reduced(self.model)
+        if not self._has_averaged:
+            super().post_backward(closure_loss)
+            if self._reduces:
+                check_all_reduced(self.model)
         self._has_averaged = False
 
     def _must_average(self) -> bool:
@@ -303,8 +310,7 @@ class DDPStrategy(SharedHooks, LightningDDPStrategy):
         if "Expected to have finished reduction in the prior iteration" in text:  # of which Lightning says less
             exception.args = (
                 "training_step left parameters that require a gradient unused. If that is meant, freeze them "
-                "(requires_grad_(False) in configure_model), or use DDPConfig(find_unused_parameters=True). If your "
-                "code goes on behind an exception of a backward pass, leave the batch out before that pass. "
+                "(requires_grad_(False) in configure_model), or use DDPConfig(find_unused_parameters=True). "
                 f"torch says: {text}",
             )
 

@@ -141,6 +141,7 @@ ATTRIBUTES = {
         "_enable_model_averaging",
         "_get_process_group_backend",
         "_layer_sync",
+        "_pl_static_graph_delay_done",
         "_process_group_backend",
         "_timeout",
     ),

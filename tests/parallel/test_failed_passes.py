@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import FSDP2Config, parallelize
+from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS as LAYOUTS_OF_TRAINERS
@@ -138,13 +138,13 @@ class SkipsBadSamples(Descending):
 
     automatic_optimization = False
 
-    def __init__(self, fails_in: str) -> None:
+    def __init__(self, fails_in: str, where: str = "last") -> None:
         super().__init__()
-        self.fails_in = fails_in
+        self.fails_in, self.where = fails_in, where
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = build("last")
+            self.model = build(self.where)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -157,8 +157,8 @@ class SkipsBadSamples(Descending):
         optimizer.step()
 
 
-def fit(fails_in: str, strategy: Any, data_ranks: int) -> list[Tensor | None]:
-    module = SkipsBadSamples(fails_in)
+def fit(fails_in: str, strategy: Any, data_ranks: int, where: str = "last") -> list[Tensor | None]:
+    module = SkipsBadSamples(fails_in, where)
     try:
         make_trainer(strategy, max_epochs=1).fit(module, batches(data_ranks))
     finally:
@@ -170,9 +170,20 @@ def fit_on_ranks(fails_in: str, layout: str) -> list[Tensor | None]:
     return fit(fails_in, LAYOUTS_OF_TRAINERS[layout].make(), LAYOUTS_OF_TRAINERS[layout].data_size)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2-dp2", "megatron2-dp2", "megatron3-dp2"])
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "megatron2-dp2", "megatron3-dp2", "ddp-2"])
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_a_trainer_goes_on(fails_in: str, layout: str, pool2: Pool) -> None:
     expected = fit(fails_in, SingleDeviceStrategy(torch.device("cpu")), 1)
     found = pool2.run(fit_on_ranks, fails_in, layout, trainer=True)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def fit_replicas(fields: dict[str, Any]) -> list[Tensor | None]:
+    return fit("backward", DDPStrategy(DDPConfig(bucket_cap_mb=1e-3, **fields)), 2, "first")
+
+
+@pytest.mark.parametrize("field", [None, "static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_replicas_go_on_where_some_buckets_were_reduced(field: str | None, pool2: Pool) -> None:
+    expected = fit("backward", SingleDeviceStrategy(torch.device("cpu")), 1, "first")
+    found = pool2.run(fit_replicas, {} if field is None else {field: True}, trainer=True)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

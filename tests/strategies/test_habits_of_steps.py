@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
+from lightning_automodel import DDPConfig
 from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
@@ -350,12 +351,12 @@ class BetweenPasses(MeanTeacher):
             parameter.data.clamp_(-0.1, 0.1)
 
 
-def fitted(kind: type[Steps], layout: str | None) -> dict[str, Any]:
+def fitted(kind: type[Steps], layout: str | None, **options: Any) -> dict[str, Any]:
     chosen = LAYOUTS[layout] if layout else None
     module = kind()
     automatic = kind.automatic_optimization
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if automatic else {}
-    strategy, size = (chosen.make(), chosen.data_size) if chosen else ("auto", 1)
+    strategy, size = (chosen.make(**options), chosen.data_size) if chosen else ("auto", 1)
     make_trainer(strategy, max_epochs=2, **arguments).fit(module, batches(size))
     return {
         "losses": module.losses,
@@ -394,8 +395,17 @@ ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 @pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))
 def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery: Nursery) -> None:
+    compare(nursery, kind, layout)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_models_train_in_turn_as_replicas(is_static: bool, nursery: Nursery) -> None:
+    compare(nursery, InTurn, "ddp-2", config=DDPConfig(static_graph=is_static))
+
+
+def compare(nursery: Nursery, kind: type[Steps], layout: str, **options: Any) -> None:
     one = Pool(nursery, 1).run(fitted, kind, None, trainer=True)[0]
-    for many in Pool(nursery, LAYOUTS[layout].ranks).run(fitted, kind, layout, trainer=True):
+    for many in Pool(nursery, LAYOUTS[layout].ranks).run(fitted, kind, layout, trainer=True, **options):
         assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert many["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=1e-6)
         for expected, found in zip(one["gradients"], many["gradients"], strict=True):
