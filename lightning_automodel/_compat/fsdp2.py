@@ -255,6 +255,7 @@ def follow_what_trains(units: Iterable[FSDPModule]) -> None:
             flag = not vars(held)[_TRAINED]
             copy.requires_grad_(flag)
             shard.requires_grad_(flag)
+            vars(held)[_TRAINED] = flag  # the next change is from there
 
 
 def is_copied_from(unit: FSDPModule, shards: set[Tensor]) -> bool:

@@ -44,6 +44,7 @@ from lightning_automodel.strategies.finite import FiniteGuard
 from lightning_automodel.strategies.last_gradients import LastGradients, read_between_micro_batches
 from lightning_automodel.strategies.late_tensors import LateTensors, refuse_late_tensors
 from lightning_automodel.strategies.losses_of_steps import LossesOfSteps
+from lightning_automodel.strategies.metric_states import reduce_metrics_over
 from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
@@ -144,7 +145,7 @@ class SharedHooks(SavingStrategy):
         self.build_parallel(self._module)
         self._draws.install(self._module, self.data_rank, self.root_device.type)
         self.model_to_device()
-        metrics.reduce_metrics_over(self._module, self.data_group)
+        reduce_metrics_over(self._module, self.data_group)
         metrics.count_samples_once(trainer, self.data_size)
         self._restoration.end_setup()
         self.barrier()

@@ -4,7 +4,6 @@ Ranks of one tensor-parallel group see the same samples, so a sum over all ranks
 over all ranks in three places, which all end here: ``strategy.reduce``, torchmetrics, and the throughput monitor.
 """
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel._compat.lightning import throughputs_of
 from lightning_automodel.distributed.collectives import gather_in
+from lightning_automodel.strategies.metric_states import reduce_metrics_over
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 
@@ -71,39 +70,6 @@ def gather_stacked(value: Tensor, group: ProcessGroup | None, differentiable: bo
         return gather_in(whole(value).unsqueeze(0), 0, everyone.size(), everyone)
     with torch.no_grad():
         return torch.stack(all_gather(whole(value).contiguous(), group))
-
-
-class GatherOverDataRanks:
-    """What torchmetrics calls to collect the states of a metric.
-
-    Not ``metric.process_group``, because a module that holds a process group can be neither copied nor pickled.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-
-    def __call__(self, value: Tensor, group: Any | None = None) -> list[Tensor]:
-        """Gathers the values of all data ranks, or of a group that the metric names itself."""
-        return gather_all_tensors(value, group or self.group)
-
-    def __deepcopy__(self, memo: dict) -> "GatherOverDataRanks":
-        return self
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        return _default_gather, ()
-
-
-def _default_gather() -> Callable:
-    return gather_all_tensors
-
-
-def reduce_metrics_over(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Makes every torchmetrics metric in ``module`` combine its states over ``group``, unless it says otherwise."""
-    for metric in module.modules():
-        if not isinstance(metric, Metric) or metric.process_group is not None:
-            continue
-        if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, GatherOverDataRanks):
-            metric.dist_sync_fn = GatherOverDataRanks(group)
 
 
 def count_samples_once(trainer: "pl.Trainer", data_size: int) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.metrics import Perplexity, TokenAccuracy, TokenCounter
-from lightning_automodel.strategies.logging import reduce_metrics_over
+from lightning_automodel.strategies.metric_states import reduce_metrics_over
 from lightning_automodel.testing.pool import Pool
 
 

@@ -93,6 +93,25 @@ class ToggledLate(InTurn):
         self._step(second, self.other(input_ids=ids, labels=ids).loss)
 
 
+class FakesUsedTwice(InTurn):
+    """A judge trains on what the model says, and the model against it, by one forward pass: told not to train in the
+    first backward pass, the model trains in the second.
+    """
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        said = self.model(input_ids=batch[0], labels=batch[0])
+        judged = self.other(inputs_embeds=said.logits.detach()[..., :HIDDEN]).logits
+        losses = (said.loss + said.logits.square().mean(), judged.square().mean())
+        for optimizer, loss in list(zip(optimizers, losses, strict=True))[::-1]:
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss)
+            self.untoggle_optimizer(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class MeanTeacher(Steps):
     """A copy that follows the model, by hand, behind each batch."""
 
@@ -370,6 +389,7 @@ KINDS = (
     Masked,
     InTurn,
     ToggledLate,
+    FakesUsedTwice,
     MeanTeacher,
     MomentumEncoder,
     Sharpened,
