@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lightning_automodel.modules.forward import code_of
+from lightning_automodel.plans.adapters import unknown_variants
 from lightning_automodel.plans.known_code import PLAIN, is_activation
 
 _LINEARS = ("torchao.", "bitsandbytes.", "liger_kernel.")  # and norms: these libraries replace nothing else in blocks
@@ -47,7 +48,8 @@ _NEVER = (ast.For, ast.While, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.Di
 def keeps_tokens_apart(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, treats every token alone."""
     if is_measured(module):
-        return not code_of(module).__module__.startswith(_OF_TORCH) or _works_on_features(module)
+        is_of_torch = code_of(module).__module__.startswith(_OF_TORCH)
+        return _works_on_features(module) if is_of_torch else not unknown_variants(module)
     body = _body(module)
     return body is not None and _are_apart(body, module)
 
