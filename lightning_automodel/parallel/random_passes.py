@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel.distributed.random_numbers import RandomNumbers, drawing_from
+from lightning_automodel.distributed.random_numbers import RandomNumbers, drawing_from, place_of_users
 from lightning_automodel.modules.forward import wrap_forward
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -59,14 +59,19 @@ def _pass(skips_layers: bool) -> Callable[..., Any]:
     def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if _running:
             return forward(*args, **kwargs)
-        seeds = random_numbers_of(module).next_pass(module.training)
+        numbers, begins_at = random_numbers_of(module), place_of_users()
+        seeds = numbers.next_pass(module.training, begins_at)
         with ExitStack() as stack:
             _running.append(module)
             stack.callback(_running.pop)
-            stack.enter_context(drawing_from(seeds))
+            has_drawn = stack.enter_context(drawing_from(seeds))
             if skips_layers:
                 stack.enter_context(_Decisions(seeds.common))
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+            drew = has_drawn() or (skips_layers and module.training)
+        if drew:
+            numbers.go_on(begins_at, seeds)
+        return output
 
     return around
 

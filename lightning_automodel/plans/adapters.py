@@ -44,6 +44,12 @@ _VARIANTS = ("DoraLinearVariant",)
 """Forms of LoRA that compute something else with the same parameters, and are right on slices."""
 
 
+def unknown_variants(wrapper: nn.Module) -> list[str]:
+    """List the forms of LoRA in ``wrapper`` of which nothing is known: they may look at other features, or tokens."""
+    variants = [type(variant).__name__ for variant in getattr(wrapper, "lora_variant", {}).values()]
+    return [name for name in variants if name not in _VARIANTS]
+
+
 def wrapper_of(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """Returns the innermost wrapper that holds the parameter or module ``name``, with its name."""
     parts = name.split(".")
@@ -114,10 +120,7 @@ class Wrapped:
         Raises:
             ValueError: if it has none that is known.
         """
-        variants = [type(variant).__name__ for variant in getattr(self.wrapper, "lora_variant", {}).values()]
-        unknown = [name for name in variants if name not in _VARIANTS] or [self._attribute] * (
-            self._attribute not in ROLES
-        )
+        unknown = unknown_variants(self.wrapper) or [self._attribute] * (self._attribute not in ROLES)
         if unknown:
             raise ValueError(self.unknown(unknown[0]))
         return ROLES[self._attribute]

@@ -202,16 +202,18 @@ def _add_models(layout: ContextLayout, model: nn.Module, holder: str) -> None:
 def hands_on(model: nn.Module, inner: str) -> bool:
     """Tells whether all that the forward pass of ``model`` names after its attribute ``inner`` treats rows alone."""
     names: list[str] = []
-    found = False
-    if not takes_no_tokens_apart(model):
+    found, is_known = False, is_measured(model)
+    if not takes_no_tokens_apart(model, inner):
         return False
     for instruction in dis.get_instructions(code_of(model)):
         name = instruction.argval
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
-            if name == inner:
-                names, found = [], True
-            else:
+            if name != inner:
                 names.append(name)
+            elif is_known or not found:
+                names, found = [], True
+    if not is_known and "shape" in names:
+        return False
     head = {name for name, child in model.named_children() if child is head_of(model) and _is_apart(child)}
     return found and all(n in _PASSING or n in head or n.endswith(("Output", "WithPast")) for n in names)
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_automodel.modules.forward import code_of
+from lightning_automodel.plans.adapters import unknown_variants
 from lightning_automodel.plans.known_code import PLAIN, is_activation, is_measured
 
 _OF_TORCH = "torch.nn."
@@ -36,7 +37,8 @@ _NEVER = (ast.For, ast.While, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.Di
 def keeps_tokens_apart(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, treats every token alone."""
     if is_measured(module):
-        return not code_of(module).__module__.startswith(_OF_TORCH) or _works_on_features(module)
+        is_of_torch = code_of(module).__module__.startswith(_OF_TORCH)
+        return _works_on_features(module) if is_of_torch else not unknown_variants(module)
     body = _body(module)
     return body is not None and _are_apart(body, module)
 
@@ -66,19 +68,48 @@ def _children_in(statement: ast.stmt, module: nn.Module) -> list[nn.Module]:
     return [child for name in names if isinstance(child := getattr(module, name, None), nn.Module)]
 
 
-def takes_no_tokens_apart(model: nn.Module) -> bool:
+def takes_no_tokens_apart(model: nn.Module, inner: str) -> bool:
     """Tell whether the forward pass of ``model`` picks no tokens by an index, and has nothing else that reads on.
 
-    But for those that its caller asks for with ``logits_to_keep``: what reads this knows of that argument.
+    But for those that its caller asks for with ``logits_to_keep``: what reads this knows of that argument. Its own
+    functions are not read, and what it calls twice, or adds to what it had before, may be of sequences of two lengths.
+
+    Args:
+        model: whose code is read.
+        inner: its attribute that gives hidden states.
     """
     if is_measured(model):
         return True
-    nodes = [node for statement in _body(model) or [] for node in ast.walk(statement)]
+    body = _body(model) or []
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{inner}"]
+    if len(calls) != 1:
+        return False
     kept = {name for node in nodes if isinstance(node, ast.Assign) for name in _names_of_kept(node)}
-    return bool(nodes) and not any(
-        isinstance(node, _NEVER) or (isinstance(node, ast.Subscript) and not _takes_all(node.slice, kept))
+    return not _computes_with_what_was_before(body, calls[0]) and not any(
+        isinstance(node, (*_NEVER, ast.FunctionDef))
+        or (isinstance(node, ast.Subscript) and not _takes_all(node.slice, kept))
         for node in nodes
     )
+
+
+def _computes_with_what_was_before(body: list[ast.stmt], call: ast.Call) -> bool:
+    """Tell whether statements behind that of ``call`` compute with a variable that was there before it."""
+    place = next(i for i, statement in enumerate(body) if any(node is call for node in ast.walk(statement)))
+    before = {
+        node.id
+        for statement in body[:place]
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    operations = [
+        node
+        for statement in body[place:]
+        for node in ast.walk(statement)
+        if isinstance(node, ast.BinOp | ast.AugAssign)
+    ]
+    operands = [x for node in operations for x in ast.iter_child_nodes(node)]
+    return any(isinstance(operand, ast.Name) and operand.id in before for operand in operands)
 
 
 def _names_of_kept(node: ast.Assign) -> list[str]:

@@ -1,7 +1,9 @@
 """Methods of peft beside LoRA: right where layers stay whole, an error that says what to use where they do not."""
 
+import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -9,9 +11,12 @@ import torch
 from torch import nn
 
 from lightning_automodel import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import BOUND, error, lora
-from tests.support.training import tiny_llama
+from tests.support.families import tiny_model
+from tests.support.training import tiny_llama, whole
 
 PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
 CONFIGS = {
@@ -79,3 +84,24 @@ def test_what_a_library_cannot_do_is_a_sentence(tmp_path: Path, pool2: Pool) -> 
         assert "use FSDP2TPStrategy with tp=1, DDPStrategy, or modules_to_save" in tokens
         assert "torch cannot trace DoRA of peft where blocks are both compiled and recomputed" in compiled
         assert "use enable_compile=False or activation_checkpointing=False" in compiled
+
+
+def error_of_a_variant_that_looks_at_places() -> float:
+    """Runs on each rank: of gradients of activated LoRA, which adapts the tokens behind an invocation, under cp."""
+    ids = torch.randint(3, 90, (2, 15), generator=torch.Generator().manual_seed(0))
+    ids[:, 6:8] = torch.tensor([91, 92])
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config.alora_invocation_tokens = [91, 92]
+    reference: Any = peft.get_peft_model(tiny_model("llama"), config)
+    model = copy.deepcopy(reference)
+    parallelize(model.get_base_model(), build_mesh(resolve_sizes(2, cp=2), "cpu"))
+    gradients = []
+    for one in (reference, model):
+        one.train()(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: whole(p.grad) for name, p in one.named_parameters() if p.requires_grad})
+    return max(float((gradients[1][n] - g).norm() / g.norm()) for n, g in gradients[0].items())
+
+
+def test_a_variant_of_lora_that_looks_at_places_sees_the_whole_sequence(pool2: Pool) -> None:
+    assert max(pool2.run(error_of_a_variant_that_looks_at_places)) < 5e-5

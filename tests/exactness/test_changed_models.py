@@ -64,6 +64,44 @@ class Indexing(LlamaForCausalLM):
         return CausalLMOutput(logits=self.lm_head(hidden + hidden[:, [0]]))
 
 
+class Centering(LlamaForCausalLM):
+    """Takes the mean of a sequence in a function of its own, and names the model inside of it once more."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        def centered(x: Tensor) -> Tensor:
+            return x - x.mean(1, keepdim=True)
+
+        logits = self.lm_head(centered(self.model(input_ids).last_hidden_state))
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+
+class Naming(LlamaForCausalLM):
+    """Names the model inside of it once more behind what lets tokens meet."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden - hidden.mean(1, keepdim=True))
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.model.config.vocab_size), logits=logits)
+
+
+class Measuring(LlamaForCausalLM):
+    """Divides by the length of the sequence."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden) / hidden.shape[1]
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+
+class Skipping(LlamaForCausalLM):
+    """Adds to hidden states what was whole before."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        skip = self.model.embed_tokens(input_ids)
+        logits = self.lm_head(self.model(input_ids).last_hidden_state + skip)
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+
 def with_other_feed_forwards() -> nn.Module:
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
@@ -125,10 +163,14 @@ def with_another_layer() -> nn.Module:
     return model
 
 
-def with_code_of_its_own() -> nn.Module:
+def with_code_of(model_class: type) -> nn.Module:
     model: Any = tiny_model("llama")
-    model.__class__ = Indexing
+    model.__class__ = model_class
     return model
+
+
+def with_code_of_its_own() -> nn.Module:
+    return with_code_of(Indexing)
 
 
 CHANGED: list[Callable[[], nn.Module]] = [
@@ -153,6 +195,18 @@ def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[],
 )
 def test_they_have_the_numbers_of_one_process(sizes: Any, config: Any, makers: Any, pool2: Pool) -> None:
     for found in pool2.run(errors, sizes, config, makers):
+        assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+def errors_of_losses(classes: list[type]) -> dict[str, Any]:
+    """Runs on each rank: of classes that call transformers' loss behind code of their own."""
+    schedule = Schedule(steps=1, micro_batches=2, clip=None)
+    return {c.__name__: compare(partial(with_code_of, c), {"cp": 2}, 2, schedule).largest for c in classes}
+
+
+def test_hidden_states_that_meet_in_front_of_the_head(pool2: Pool) -> None:
+    classes = [Centering, Naming, Measuring, Skipping]
+    for found in pool2.run(errors_of_losses, classes):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 
 

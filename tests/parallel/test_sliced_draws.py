@@ -77,6 +77,7 @@ FACTORS: dict[str, Callable[[Tensor], Any]] = {
     "counts": lambda x: torch.poisson(x.detach().abs()),
     "integers": lambda x: torch.randint(1, 3, x.shape),
     "normal": lambda x: torch.normal(1.0, 0.1, x.shape),
+    "behind a draw on a device of its own": lambda x: torch.rand(x.shape) * x.detach() + torch.rand(x.shape),
     "a number for each feature": lambda x: torch.rand(x.shape[-1]),
     "slopes": lambda x: rrelu(x, training=True),
     "tokens in another order": lambda x: x[:, torch.randperm(x.shape[1])].detach(),

@@ -2,13 +2,16 @@
 
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.distributed.random_numbers import RandomNumbers
@@ -16,7 +19,9 @@ from lightning_automodel.parallel.random_passes import draw_from
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.support.dropping import Dropping, run, saving, tiny_phi
 from tests.support.layouts import LAYOUTS
-from tests.support.training import rows
+from tests.support.training import VOCABULARY, batches, make_trainer, rows, whole_parameters, world_size
+
+Again = Callable[[nn.Module, Tensor], Tensor]
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -57,7 +62,7 @@ def test_one_process_has_the_losses_of_two(pool2: Pool, nursery: Nursery) -> Non
 
 
 def test_passes_are_functions_of_their_place() -> None:
-    """Data ranks differ, micro-batches differ, and users' generators are where they were."""
+    """Data ranks differ, micro-batches differ, and a pass that draws moves users' generators by one number."""
     model, ids = tiny_phi().train(), rows(2)
     before = torch.get_rng_state(), random.getstate()
 
@@ -71,8 +76,81 @@ def test_passes_are_functions_of_their_place() -> None:
     found = [logits(), logits(data_rank=1), logits(step=1), logits(micro_batch=1), logits(skipped=1)]
     assert torch.equal(found[0], logits())
     assert [i for i in range(5) for j in range(i) if torch.equal(found[i], found[j])] == []
-    assert torch.equal(torch.get_rng_state(), before[0])
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before[0])
+    for _ in range(7):
+        torch.randint(2, ())
+    assert torch.equal(torch.get_rng_state(), after)
     assert random.getstate() == before[1]
+
+
+# ---- passes that are computed again ----------------------------------------------------------------------------------
+
+
+class Layers(L.LightningModule):
+    """Layers of the user's own, each computed again in the backward pass, or not."""
+
+    def __init__(self, again: Again | None) -> None:
+        super().__init__()
+        self.again, self.losses = again, list[float]()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCABULARY, 16)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        for layer in self.layers:
+            x = layer(x) if self.again is None else self.again(layer, x)
+        loss = x.square().mean() + 0.1 * torch.rand(()) * x.mean()
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def reentrant(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def not_reentrant(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def by_hand(layer: nn.Module, x: Tensor) -> Tensor:
+    """First without a graph, as those do who cache gradients of representations."""
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        first = layer(x)
+    torch.set_rng_state(state)
+    second = layer(x)
+    assert torch.equal(first, second)
+    return second
+
+
+def results(strategy: str | None, again: Again | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Runs on each rank: losses, and parameters after steps."""
+    torch.manual_seed(1)
+    module = Layers(again)
+    trainer = make_trainer(LAYOUTS[strategy].make() if strategy else {}, max_steps=2, accumulate_grad_batches=2)
+    trainer.fit(module, batches(world_size()))
+    return module.losses, whole_parameters(module)
+
+
+def all_results(strategy: str | None, ways: list[Again | None]) -> list[Any]:
+    return [results(strategy, again) for again in ways]
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp2-dp2", "ddp-2"])
+def test_a_pass_that_is_computed_again_draws_the_same(pool2: Pool, nursery: Nursery, strategy: str | None) -> None:
+    pool = pool2 if strategy else Pool(nursery, 1)
+    for once, *others in pool.run(all_results, strategy, [None, reentrant, not_reentrant, by_hand], trainer=True):
+        for losses, parameters in others:
+            assert losses == pytest.approx(once[0], abs=1e-5)
+            assert all(torch.allclose(value, once[1][name], atol=1e-5) for name, value in parameters.items())
 
 
 def resumed(directory: Path, strategy: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -71,10 +71,18 @@ def whole_draws(
         kwargs["attention_mask"] = None
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim), None)
     rows = 1 if first is None else first.shape[0]
+    found = _draws_of(twin, args, kwargs, rows)
+    return found if found.is_complete else _draws_of(twin, args, kwargs, rows, torch.device("meta"))
+
+
+def _draws_of(
+    twin: nn.Module, args: tuple, kwargs: dict[str, Any], rows: int, device: torch.device | None = None
+) -> WholeDraws:
+    """Calls ``twin``; tensors that its code makes are on ``device`` where it names none."""
     noted, states, is_complete, passed_over = _Note(), generator_states(), True, set[str]()
     others = random.getstate(), np.random.get_state()
     try:
-        with torch.no_grad(), noted, _passing_over(twin, noted, passed_over):
+        with torch.no_grad(), noted, device or nullcontext(), _passing_over(twin, noted, passed_over):
             twin.train()(*args, **kwargs)
     except Exception:  # the block itself looks at values, or a kernel at memory: what came before is known all the same
         is_complete = False

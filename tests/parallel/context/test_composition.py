@@ -7,14 +7,17 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForTokenClassification
 
 from lightning_automodel import DDPStrategy, FSDP2Config, MegatronFSDPStrategy
 from lightning_automodel.distributed import logs
+from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallel.random_passes import draw_from, random_numbers_of
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, compare
-from tests.support.families import tiny_model
+from tests.support.families import tiny_config, tiny_model
 from tests.support.training import whole
 
 
@@ -90,6 +93,27 @@ def test_rows_draw_other_numbers_and_whole_values_the_same(pool2: Pool) -> None:
     (rows_0, whole_0), (rows_1, whole_1) = pool2.run(draws)
     assert whole_0 == whole_1
     assert len({*rows_0, *rows_1}) == 4
+
+
+def error_of_draws_behind_blocks() -> float:
+    """Runs on each rank: of gradients, where blocks draw nothing and what is behind them does."""
+    config = tiny_config("llama")
+    config.classifier_dropout = 0.5
+    torch.manual_seed(0)
+    reference = LlamaForTokenClassification(config).train()
+    mesh = build_mesh(resolve_sizes(2, cp=2), "cpu")
+    model = parallelize(copy.deepcopy(reference), mesh)
+    draw_from(reference, RandomNumbers(seed=random_numbers_of(model).seed))
+    (ids,) = draw(13)
+    gradients = []
+    for one in (reference, model.train()):
+        one(input_ids=ids, labels=ids % 2).loss.backward()
+        gradients.append({name: whole(p.grad) for name, p in one.named_parameters()})
+    return max(float((gradients[1][n] - g).norm() / g.norm()) for n, g in gradients[0].items())
+
+
+def test_what_is_drawn_behind_blocks_without_draws_is_what_one_process_draws(pool2: Pool) -> None:
+    assert max(pool2.run(error_of_draws_behind_blocks)) < 5e-5
 
 
 def compiled_error(exchange: str) -> tuple[float, str]:
