@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from lightning_automodel.config import FSDP2Config
@@ -64,6 +64,48 @@ def grouped(x: Tensor) -> Tensor:
 def in_eights(x: Tensor) -> Tensor:
     """Returns what is right on slices: eight features that stand together are on one rank."""
     return x.unflatten(-1, (-1, 8)).softmax(-1).flatten(-2)
+
+
+class Thresholded(LlamaMLP):
+    """Compares with all features, and only while it trains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        if self.training:
+            hidden = hidden * (hidden.abs() > 0.3 * hidden.detach().abs().amax((0, 1, 2)))
+        return self.down_proj(hidden)
+
+
+class Counting(LlamaMLP):
+    """Keeps a running mean of a part of its features."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        if self.training:
+            self.mean.lerp_(hidden.detach().abs().flatten().sort()[0].mean(), 0.1)
+        return self.down_proj(hidden)
+
+
+class Scored(LlamaMLP):
+    """Keeps what it computes, by which losses may be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = torch.sigmoid(self.score(x))
+        self.kept, self.listed[:] = score.square().mean(), [score.mean()]
+        self.calls += 1
+        return super().forward(x) * score
+
+
+class ReadingScores(LlamaForCausalLM):
+    """Adds them to its loss."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        for mlp in feed_forwards(self):
+            output.loss = output.loss + mlp.kept + mlp.listed[0]
+        return output
 
 
 def mixing_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
@@ -139,6 +181,29 @@ def with_blocks() -> nn.Module:
     return model
 
 
+def with_kind(kind: type[nn.Module]) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for mlp in feed_forwards(model):
+        mlp.__class__ = kind
+        if kind is Counting:
+            mlp.register_buffer("mean", torch.zeros(()))
+    return model
+
+
+def with_scores(reads: bool) -> nn.Module:
+    model: Any = tiny_model("llama")
+    model.__class__ = ReadingScores if reads else type(model)
+    torch.manual_seed(1)
+    for mlp in feed_forwards(model):
+        mlp.__class__, mlp.score, mlp.listed, mlp.calls = (
+            Scored,
+            nn.Linear(model.config.hidden_size, 1, bias=False),
+            [],
+            0,
+        )
+    return model
+
+
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     **{mix.__name__: partial(with_class, Gated, mix) for mix in (largest, rolled, numbered, counted, grouped)},
     "members": partial(with_class, BiasedGated, rolled),
@@ -148,11 +213,14 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "function": with_function,
     "attention": with_attention,
     "blocks": with_blocks,
+    "in training": partial(with_kind, Thresholded),
+    "buffers": partial(with_kind, Counting),
 }
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "in_eights": partial(with_class, Gated, in_eights),
     "members": partial(with_class, BiasedGated, in_eights),
     "one": partial(with_activation, nn.PReLU),
+    "kept": partial(with_scores, reads=False),
 }
 
 
@@ -186,6 +254,28 @@ def errors() -> dict[str, tuple[float, str]]:
 def test_what_is_right_on_parts_is_exact(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+SEPARATE = {"extends": "model", "model.layers.*.mlp": "separate"}
+
+
+def read_scores() -> tuple[str, float, list[int]]:
+    """Runs on each rank: what is said of a loss of what is kept, the error by the way out, and how often layers ran."""
+    read = partial(with_scores, reads=True)
+    with pytest.raises(ValueError, match="a loss reads what") as caught:
+        compare(read, {"tp": 2}, 2, SCHEDULE)
+    error = compare(read, {"tp": 2}, 2, SCHEDULE, FSDP2Config(tp_plan=SEPARATE)).largest[0]
+    model: Any = parallelize(with_scores(reads=False), build_mesh(resolve_sizes(2, tp=2), "cpu")).train()
+    model(**batches(SCHEDULE, 0, 0)[0])
+    return str(caught.value), error, [mlp.calls for mlp in feed_forwards(model)]
+
+
+def test_a_loss_of_what_a_module_keeps_is_refused(pool2: Pool) -> None:
+    for said, error, calls in pool2.run(read_scores):
+        assert "model.layers.1.mlp (Scored) keeps in its attribute" in said
+        assert "'model.layers.*.mlp': 'separate'" in said
+        assert error < BOUND
+        assert calls == [1, 1]  # no trace of the trial
 
 
 def test_which_code_is_known() -> None:
