@@ -1,6 +1,7 @@
 """Models of transformers in which somebody computes across the features or heads that tensor parallelism splits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -276,6 +277,34 @@ def test_a_loss_of_what_a_module_keeps_is_refused(pool2: Pool) -> None:
         assert "'model.layers.*.mlp': 'separate'" in said
         assert error < BOUND
         assert calls == [1, 1]  # no trace of the trial
+
+
+def with_masks(schedule: Schedule, step: int, data_rank: int) -> list[dict[str, Tensor]]:
+    """Batches with a mask for each of the heads of the model, causal and with slopes, as ALiBi has."""
+    causal = torch.full((schedule.length, schedule.length), float("-inf")).triu(1)
+    slopes = torch.linspace(-0.5, 0.5, 4).view(1, 4, 1, 1) * torch.arange(schedule.length)
+    mask = (causal + slopes).expand(schedule.rows, -1, -1, -1)
+    return [{**batch, "attention_mask": mask} for batch in batches(schedule, step, data_rank)]
+
+
+def mask_heads(config: FSDP2Config) -> list[float]:
+    """Runs on each rank."""
+    makers = (partial(tiny_model, "llama"), partial(tiny_model, "gemma2"), partial(tiny_model, "gpt_neox"))
+    found = [compare(make, {"tp": 2}, 2, SCHEDULE, config, draw=with_masks).largest[0] for make in makers]
+    whole = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
+    config = replace(config, tp_plan={"extends": "model", **whole})
+    found.append(compare(makers[0], {"tp": 2}, 2, SCHEDULE, config, draw=with_masks).largest[0])
+    model = parallelize(makers[0](), build_mesh(resolve_sizes(2, tp=2), "cpu"))
+    (batch, *_) = with_masks(SCHEDULE, 0, 0)
+    with pytest.raises(ValueError, match="attention_mask has a gradient for each of 4 heads"):
+        model(**{**batch, "attention_mask": batch["attention_mask"].clone().requires_grad_()})
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_masks_of_each_head_are_cut(sequence_parallel: bool, pool2: Pool) -> None:
+    for found in pool2.run(mask_heads, FSDP2Config(sequence_parallel=sequence_parallel)):
+        assert max(found) < BOUND
 
 
 def test_which_code_is_known() -> None:

@@ -41,6 +41,7 @@ from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.hooks_of_users import WHOLE, warn_of_parts
+from lightning_automodel.parallel.tensor.head_masks import install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
@@ -87,6 +88,7 @@ def apply_tensor_parallel(
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_written_inputs(model, layout, streams)
     install_copies(model, tp_mesh.get_group(), layout)
+    install_head_masks(model, tp_mesh.get_group(), layout)
     install_recorded_shares(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
