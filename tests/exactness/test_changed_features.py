@@ -67,6 +67,32 @@ def in_eights(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, 8)).softmax(-1).flatten(-2)
 
 
+class Clamped(torch.autograd.Function):
+    """Changes gradients alone, each by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class ClampingWhatEnters(LlamaMLP):
+    """Changes a gradient of which a rank has a term."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Clamped.apply(x))
+
+
+class ClampingInside(LlamaMLP):
+    """Changes gradients of a rank's features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * Clamped.apply(self.up_proj(x)))
+
+
 class Thresholded(LlamaMLP):
     """Compares with all features, and only while it trains."""
 
@@ -216,12 +242,14 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "blocks": with_blocks,
     "in training": partial(with_kind, Thresholded),
     "buffers": partial(with_kind, Counting),
+    "gradients": partial(with_kind, ClampingWhatEnters),
 }
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "in_eights": partial(with_class, Gated, in_eights),
     "members": partial(with_class, BiasedGated, in_eights),
     "one": partial(with_activation, nn.PReLU),
     "kept": partial(with_scores, reads=False),
+    "gradients": partial(with_kind, ClampingInside),
 }
 
 

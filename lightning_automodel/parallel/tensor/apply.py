@@ -48,7 +48,7 @@ from lightning_automodel.parallel.tensor.recorded_shares import install_recorded
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
 from lightning_automodel.parallel.tensor.stream import Stream
-from lightning_automodel.parallel.tensor.trials import Trial, is_whole_now, modules_to_try
+from lightning_automodel.parallel.tensor.trials import Trial, is_tried_now, is_whole_now, modules_to_try
 from lightning_automodel.parallel.tensor.written_inputs import install_written_inputs
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.styles import Enter, Leave
@@ -161,7 +161,8 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
     """Copies in what enters boundaries, inside of all hooks: a user's may go on with it beside the sum that leaves."""
 
     def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = copies.enter(module, args, kwargs)
+        if not is_tried_now(module):
+            args, kwargs = copies.enter(module, args, kwargs)
         return forward(*args, **kwargs)
 
     copies = _Around(partial(copy_in, group=group), every=True)

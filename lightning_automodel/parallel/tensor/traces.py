@@ -95,6 +95,11 @@ def in_float32(values: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, values)
 
 
+def floating(values: Any) -> list[Tensor]:
+    """List the tensors of floating-point numbers in ``values``."""
+    return [x for x in tensors(values) if x.is_floating_point()]
+
+
 class WithoutDropout(TorchFunctionMode):
     """Drops nothing within this context, so that modules can be compared as they train."""
 

@@ -9,14 +9,15 @@
 
 The weights are drawn, because those of a new module may hide what it does (a gate of zeros, a mixture of heads that
 begins as the identity), and computed with in float32, because a few of many features make a small difference. The
-module runs on what enters it in the first forward pass, without gradients, as in evaluation and as in training but for
-dropout; what it writes into buffers is compared, too. What draws at random otherwise cannot be tried.
+module runs on what enters it in the first forward pass, as in evaluation and as in training but for dropout; what it
+writes into buffers, and gradients of what enters, are compared, too. What draws at random otherwise cannot be tried.
 """
 
 import random
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.pytree import tree_map
 from lightning_automodel._compat.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import generator_states
 from lightning_automodel.modules.wrappers import find_adapted_parameters
@@ -36,6 +38,7 @@ from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take
 from lightning_automodel.parallel.tensor.traces import (
     NARROW,
     WithoutDropout,
+    floating,
     fresh,
     in_float32,
     leaving_no_trace,
@@ -53,6 +56,7 @@ _HELD = {Enter.EMBED, Enter.NORM, Enter.ROW_NORM}
 """Collectives that are part of what a module computes."""
 Attributes = dict[str, dict[str, Any]]
 _whole: list[bool] = []
+_tried: list[nn.Module] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,11 @@ def is_whole_now() -> bool:
     return bool(_whole)
 
 
+def is_tried_now(module: nn.Module) -> bool:
+    """Tell whether ``module`` runs for its trial, which itself sums its gradients."""
+    return bool(_tried) and module is _tried[-1]
+
+
 class Trial:
     """Tries one module over ``tp_mesh``."""
 
@@ -169,30 +178,34 @@ class Trial:
 
 
 def _is_right(module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compare what the ranks' slices give together with what the whole gives, in evaluation and in training.
+    """Compare what the ranks' slices give together with what the whole gives: values, and gradients of what enters.
 
     Returns:
         true also where that cannot be told: it draws at random, or does not run with other weights.
     """
-    first = next((x for x in tensors((args, kwargs)) if x.is_floating_point()), None)
-    if first is None or not first.numel() or is_fake(first):
+    first = floating((args, kwargs))[:1]
+    if not first or not first[0].numel() or is_fake(first[0]):
         return True
-    with without_modes(), torch.no_grad(), torch.autocast(first.device.type, enabled=False), leaving_no_trace(module):
+    device_type = first[0].device.type
+    with without_modes(), torch.no_grad(), torch.autocast(device_type, enabled=False), leaving_no_trace(module):
         args, kwargs = in_float32(args), in_float32(without_cache(kwargs))
-        modes = [_compare(module, tried, tp_mesh, args, kwargs, training) for training in (False, True)]
-    return all(modes)
+        _tried.append(module)
+        try:
+            return all([_compare(module, tried, tp_mesh, args, kwargs, f) for f in (_evaluate, _train, _differentiate)])
+        finally:
+            _tried.pop()
 
 
 def _compare(
-    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], training: bool
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], run: Callable
 ) -> bool:
     device = next(x.device for x in tensors((args, kwargs)))
     whole, watch = _draw(tried, device), _Watch()
     slices = {key: _slice(whole[key], layout, tp_mesh) for key, (_, _, layout) in tried.parameters.items()}
     with _in_place(module, whole), _restored(module, tried.attributes), _without_collectives():
-        expected = _outputs_of(module, args, kwargs, watch, training)
+        expected = _numbers_of(partial(run, module, args, kwargs, watch), watch)
     with _in_place(module, slices):
-        found = _outputs_of(module, args, kwargs, watch, training)
+        found = _numbers_of(partial(run, module, args, kwargs, watch), watch)
     can_tell = len(expected) == len(found) > 0 and not watch.draws
     can_tell = can_tell and all(one.shape == other.shape for one, other in zip(expected, found, strict=True))
     agreed = torch.tensor(float(can_tell), device=device)
@@ -208,27 +221,47 @@ def _compare(
     return not wrong.item()
 
 
-def _outputs_of(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch", training: bool
-) -> list[Tensor]:
-    """Return the first output of ``module``, and the buffers that it wrote; nothing where it cannot be computed with
-    such weights.
-    """
+def _numbers_of(run: Callable[[], list[Tensor]], watch: "_Watch") -> list[Tensor]:
+    """Return what ``run`` gives, or nothing where it cannot be computed with such weights."""
     states, of_python = generator_states(), random.getstate()
     try:
-        with fresh(module, training) as buffers:
-            before = {name: (version_of(buffer), buffer) for name, buffer in buffers.items()}
-            with watch, WithoutDropout():
-                output = module.forward(*args, **kwargs)
-            written = [x.float() for v, x in before.values() if x.is_floating_point() and version_of(x) != v]
-    except Exception:  # a kernel for narrow numbers alone, a check of values: nothing can be told
+        return run()
+    except Exception:  # a kernel for narrow numbers alone, a check of values
         return []
     finally:
         watch.draws |= of_python != random.getstate()
         watch.draws |= not all(map(torch.equal, states, generator_states()))
         random.setstate(of_python)
-    first = next((x for x in tensors(output) if x.is_floating_point()), None)
-    return [] if first is None else [first.float().clone(), *written]
+
+
+def _evaluate(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch", training: bool = False
+) -> list[Tensor]:
+    """Return the first output of ``module``, and the buffers that it wrote."""
+    with fresh(module, training) as buffers:
+        before = {name: (version_of(buffer), buffer) for name, buffer in buffers.items()}
+        with watch, WithoutDropout():
+            output = module.forward(*args, **kwargs)
+        written = [x.float() for v, x in before.values() if x.is_floating_point() and version_of(x) != v]
+    return [x.float().clone() for x in floating(output)[:1]] + written
+
+
+_train = partial(_evaluate, training=True)
+
+
+def _differentiate(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch") -> list[Tensor]:
+    """Return the gradient of what enters ``module``: code of users may change gradients on their way."""
+    first = floating((args, kwargs))[0]
+    # Hooks around it, of a recomputation, are to see nothing of what is saved.
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with fresh(module, training=True), torch.enable_grad(), saved, WithoutDropout():
+        entering = first.detach().clone().requires_grad_()
+        held = entering.clone()  # which may be written to
+        args, kwargs = tree_map(lambda x: held if x is first else x, (args, kwargs))
+        with watch:
+            output = floating(module.forward(*args, **kwargs))[0]
+        drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        return [torch.autograd.grad(output, entering, drawn)[0].float()]
 
 
 # ---- what is put in place for it -------------------------------------------------------------------------------------
