@@ -79,6 +79,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+def hook_tables_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Returns the tables of what runs before and after the forward pass of ``module``."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def backward_hooks_of(module: nn.Module) -> list[Any]:
     """Returns what runs before and after the backward pass of ``module``."""
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]

@@ -9,10 +9,12 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, Self
 
 from torch import nn
+
+from lightning_automodel._compat.recomputations import surround_recomputations
 
 Around = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
 """``(module, forward, args, kwargs)`` to what the module returns."""
@@ -55,8 +57,10 @@ def keep_for_recomputation(block: nn.Module, snapshot: Snapshot) -> None:
     """Run recomputations of ``block`` in the backward pass inside of the context that ``snapshot(block)`` gave in the
     forward pass.
 
-    For what hooks put in place during the forward pass: a recomputation runs without them.
+    For what hooks put in place during the forward pass: a recomputation runs without them. So do those that code
+    inside of ``block`` asks for, by ``torch.utils.checkpoint``.
     """
+    surround_recomputations(_context_in)
     block.__dict__.setdefault(_SNAPSHOTS, []).append(snapshot)
 
 
@@ -64,6 +68,17 @@ def recomputation_context(block: nn.Module) -> Context:
     """Makes, during the forward pass, the context that restores what ``block`` runs in now."""
     contexts = [snapshot(block) for snapshot in block.__dict__.get(_SNAPSHOTS, ())]
     return lambda: Nested(contexts)
+
+
+def _context_in(frame: FrameType | None) -> Context | None:
+    """Make the context of the innermost module around ``frame`` that keeps one for recomputations."""
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and _SNAPSHOTS in module.__dict__:
+                return recomputation_context(module)
+        frame = frame.f_back
+    return None
 
 
 class Nested(AbstractContextManager):

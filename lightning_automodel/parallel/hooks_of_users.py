@@ -16,7 +16,8 @@ _LIBRARIES = (
 
 
 _PARTS = "_where_hooks_see_parts"
-_WHOLE = ("Outputs of whole attention and feed-forward layers", "Gradients of whole blocks")
+_OF_LAYERS = "of whole attention and feed-forward layers, and of blocks,"
+WHOLE = (f"Outputs {_OF_LAYERS}", f"Gradients {_OF_LAYERS}")
 _INSTEAD = (
     "change gradients in on_before_optimizer_step of the LightningModule (before clipping: in on_after_backward of the "
     "last micro-batch), or use DDPStrategy"
@@ -56,8 +57,7 @@ def warn_of_parts(
     model: nn.Module,
     seeing_parts: Sequence[str],
     why: str,
-    boundaries: Sequence[str] = (),
-    whole: tuple[str, str] = _WHOLE,
+    whole: tuple[str, str] = WHOLE,
 ) -> None:
     """Warn once of hooks that will see a rank's part of what they see on one process.
 
@@ -65,13 +65,11 @@ def warn_of_parts(
         model: with the hooks of its user; :func:`warn_of_later_hooks` looks again.
         seeing_parts: names of modules inside of which, or behind which, values are split.
         why: what splits them.
-        boundaries: names of modules whose gradients are summed over ranks when they have left their hooks.
         whole: which outputs, and which gradients, are those of one process.
     """
-    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, boundaries, whole))
+    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, whole))
     forward = [name for name in seeing_parts if any(map(is_of_user, hooks_of(model.get_submodule(name))))]
-    around = dict.fromkeys([*boundaries, *seeing_parts])
-    backward = [name for name in around if any(map(is_of_user, backward_hooks_of(model.get_submodule(name))))]
+    backward = [name for name in seeing_parts if any(map(is_of_user, backward_hooks_of(model.get_submodule(name))))]
     if forward:
         warn_once(
             f"{_first(forward)}: a forward hook of yours will see a rank's part of the values there ({why}); what it "

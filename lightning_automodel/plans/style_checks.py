@@ -186,9 +186,10 @@ def _problem(module: nn.Module, style: Style) -> str:
     if next(module.parameters(recurse=False), None) is None:
         children = ", ".join(name for name, _ in module.named_children())
         return (
-            "it holds no parameter of its own to split; give each module that does a rule of its own (it holds "
-            f"{children}). If it adapts a layer: peft's adapters (get_peft_model) are split along with their layer, "
-            "without a rule"
+            f"it holds no parameter of its own to split. Give it the rule 'replicate', and {style.name} to those in it "
+            f"that {'give' if style.opens else 'read'} the features which are split (it holds {children}); or "
+            "'replicate' to it and to all that compute with its features. If it adapts a layer: peft's adapters "
+            "(get_peft_model) are split along with their layer, without a rule"
         )
     if isinstance(module, Conv1D):
         return "its matrix is stored as [in, out], which no style splits; replace it by a torch.nn.Linear, or use tp=1"

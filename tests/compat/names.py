@@ -37,6 +37,7 @@ ATTRIBUTES = {
     "torch._subclasses.fake_tensor:": ("_DISPATCH_META_HANDLERS", "in_kernel_invocation_manager"),
     "torch._subclasses.fake_tensor:FakeTensorMode": ("_get_output_tensor_from_cache_entry", "_prep_args_for_hash"),
     "torch.utils._python_dispatch:TorchDispatchMode": ("_should_skip_dynamo",),
+    "torch.utils.checkpoint:": ("_CheckpointFrame",),
     "torch.cuda.memory:": ("_dump_snapshot", "_record_memory_history"),
     "torch.autograd:": ("_profiler_enabled", "_unsafe_preserve_version_counter"),
     "torch:": ("_C", "_assert_async", "_dynamo", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_inductor"),

@@ -1,6 +1,7 @@
 """Models of transformers in which somebody computes across the features or heads that tensor parallelism splits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from lightning_automodel.config import FSDP2Config
@@ -64,6 +65,74 @@ def grouped(x: Tensor) -> Tensor:
 def in_eights(x: Tensor) -> Tensor:
     """Returns what is right on slices: eight features that stand together are on one rank."""
     return x.unflatten(-1, (-1, 8)).softmax(-1).flatten(-2)
+
+
+class Clamped(torch.autograd.Function):
+    """Changes gradients alone, each by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class ClampingWhatEnters(LlamaMLP):
+    """Changes a gradient of which a rank has a term."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Clamped.apply(x))
+
+
+class ClampingInside(LlamaMLP):
+    """Changes gradients of a rank's features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * Clamped.apply(self.up_proj(x)))
+
+
+class Thresholded(LlamaMLP):
+    """Compares with all features, and only while it trains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        if self.training:
+            hidden = hidden * (hidden.abs() > 0.3 * hidden.detach().abs().amax((0, 1, 2)))
+        return self.down_proj(hidden)
+
+
+class Counting(LlamaMLP):
+    """Keeps a running mean of a part of its features."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        if self.training:
+            self.mean.lerp_(hidden.detach().abs().flatten().sort()[0].mean(), 0.1)
+        return self.down_proj(hidden)
+
+
+class Scored(LlamaMLP):
+    """Keeps what it computes, by which losses may be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = torch.sigmoid(self.score(x))
+        self.kept, self.listed[:] = score.square().mean(), [score.mean()]
+        self.calls += 1
+        return super().forward(x) * score
+
+
+class ReadingScores(LlamaForCausalLM):
+    """Adds them to its loss."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        for mlp in feed_forwards(self):
+            output.loss = output.loss + mlp.kept + mlp.listed[0]
+        return output
 
 
 def mixing_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
@@ -139,6 +208,29 @@ def with_blocks() -> nn.Module:
     return model
 
 
+def with_kind(kind: type[nn.Module]) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for mlp in feed_forwards(model):
+        mlp.__class__ = kind
+        if kind is Counting:
+            mlp.register_buffer("mean", torch.zeros(()))
+    return model
+
+
+def with_scores(reads: bool) -> nn.Module:
+    model: Any = tiny_model("llama")
+    model.__class__ = ReadingScores if reads else type(model)
+    torch.manual_seed(1)
+    for mlp in feed_forwards(model):
+        mlp.__class__, mlp.score, mlp.listed, mlp.calls = (
+            Scored,
+            nn.Linear(model.config.hidden_size, 1, bias=False),
+            [],
+            0,
+        )
+    return model
+
+
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     **{mix.__name__: partial(with_class, Gated, mix) for mix in (largest, rolled, numbered, counted, grouped)},
     "members": partial(with_class, BiasedGated, rolled),
@@ -148,11 +240,16 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "function": with_function,
     "attention": with_attention,
     "blocks": with_blocks,
+    "in training": partial(with_kind, Thresholded),
+    "buffers": partial(with_kind, Counting),
+    "gradients": partial(with_kind, ClampingWhatEnters),
 }
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "in_eights": partial(with_class, Gated, in_eights),
     "members": partial(with_class, BiasedGated, in_eights),
     "one": partial(with_activation, nn.PReLU),
+    "kept": partial(with_scores, reads=False),
+    "gradients": partial(with_kind, ClampingInside),
 }
 
 
@@ -186,6 +283,56 @@ def errors() -> dict[str, tuple[float, str]]:
 def test_what_is_right_on_parts_is_exact(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+SEPARATE = {"extends": "model", "model.layers.*.mlp": "separate"}
+
+
+def read_scores() -> tuple[str, float, list[int]]:
+    """Runs on each rank: what is said of a loss of what is kept, the error by the way out, and how often layers ran."""
+    read = partial(with_scores, reads=True)
+    with pytest.raises(ValueError, match="a loss reads what") as caught:
+        compare(read, {"tp": 2}, 2, SCHEDULE)
+    error = compare(read, {"tp": 2}, 2, SCHEDULE, FSDP2Config(tp_plan=SEPARATE)).largest[0]
+    model: Any = parallelize(with_scores(reads=False), build_mesh(resolve_sizes(2, tp=2), "cpu")).train()
+    model(**batches(SCHEDULE, 0, 0)[0])
+    return str(caught.value), error, [mlp.calls for mlp in feed_forwards(model)]
+
+
+def test_a_loss_of_what_a_module_keeps_is_refused(pool2: Pool) -> None:
+    for said, error, calls in pool2.run(read_scores):
+        assert "model.layers.1.mlp (Scored) keeps in its attribute" in said
+        assert "'model.layers.*.mlp': 'separate'" in said
+        assert error < BOUND
+        assert calls == [1, 1]  # no trace of the trial
+
+
+def with_masks(schedule: Schedule, step: int, data_rank: int) -> list[dict[str, Tensor]]:
+    """Batches with a mask for each of the heads of the model, causal and with slopes, as ALiBi has."""
+    causal = torch.full((schedule.length, schedule.length), float("-inf")).triu(1)
+    slopes = torch.linspace(-0.5, 0.5, 4).view(1, 4, 1, 1) * torch.arange(schedule.length)
+    mask = (causal + slopes).expand(schedule.rows, -1, -1, -1)
+    return [{**batch, "attention_mask": mask} for batch in batches(schedule, step, data_rank)]
+
+
+def mask_heads(config: FSDP2Config) -> list[float]:
+    """Runs on each rank."""
+    makers = (partial(tiny_model, "llama"), partial(tiny_model, "gemma2"), partial(tiny_model, "gpt_neox"))
+    found = [compare(make, {"tp": 2}, 2, SCHEDULE, config, draw=with_masks).largest[0] for make in makers]
+    whole = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
+    config = replace(config, tp_plan={"extends": "model", **whole})
+    found.append(compare(makers[0], {"tp": 2}, 2, SCHEDULE, config, draw=with_masks).largest[0])
+    model = parallelize(makers[0](), build_mesh(resolve_sizes(2, tp=2), "cpu"))
+    (batch, *_) = with_masks(SCHEDULE, 0, 0)
+    with pytest.raises(ValueError, match="attention_mask has a gradient for each of 4 heads"):
+        model(**{**batch, "attention_mask": batch["attention_mask"].clone().requires_grad_()})
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_masks_of_each_head_are_cut(sequence_parallel: bool, pool2: Pool) -> None:
+    for found in pool2.run(mask_heads, FSDP2Config(sequence_parallel=sequence_parallel)):
+        assert max(found) < BOUND
 
 
 def test_which_code_is_known() -> None:

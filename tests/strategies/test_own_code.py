@@ -61,6 +61,22 @@ class Hooked(Noted):
         return super().loss(batch) + 100 * sum(x.square().mean() for x in self.seen)
 
 
+class HookedInputs(Hooked):
+    """Hooks go on with what enters whole layers, beside what leaves; others change its gradients."""
+
+    def change(self) -> None:
+        self.seen: list[Tensor] = []
+        for layer in self.model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, args: self.seen.append(args[0]))
+            layer.mlp.register_forward_hook(lambda module, args, output: output + 0.3 * torch.tanh(args[0]))
+            layer.mlp.register_full_backward_hook(lambda module, entered, left: tuple(0.5 * x for x in entered))
+            layer.self_attn.register_forward_hook(gate_by_input, with_kwargs=True)
+
+
+def gate_by_input(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> tuple:
+    return (output[0] * torch.sigmoid(kwargs["hidden_states"]), *output[1:])
+
+
 class SecondNames(Noted):
     """Parts of the model under names of their own, before and after the model's."""
 
@@ -107,7 +123,7 @@ class Backbone(Noted):
         return sum(100 * (x * x.detach().cumsum(1)).square().mean() for x in recorded)
 
 
-CASES = [Backbone, Attentions, Hooked, SecondNames, Gathered]
+CASES = [Backbone, Attentions, Hooked, HookedInputs, SecondNames, Gathered]
 
 
 def gradients_of(kind: type[Noted], sizes: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -251,14 +267,15 @@ class HookedInside(Noted):
 
 
 class HookedInsideLater(HookedInside):
-    """The same, and backward hooks of a layer as a whole and of a block, when the model is parallel already."""
+    """The same, and backward hooks of a layer, inside and as a whole, and of a block, when the model is parallel."""
 
     def change(self) -> None:
         pass
 
     def on_fit_start(self) -> None:
         HookedInside.change(self)
-        for module in (self.model.model.layers[0].mlp, self.model.model.layers[1]):
+        mlp = self.model.model.layers[0].mlp
+        for module in (mlp.up_proj, mlp, self.model.model.layers[1]):
             module.register_full_backward_hook(lambda module, entered, left: None)
 
 
@@ -275,4 +292,4 @@ def test_hooks_that_see_a_part_are_named(pool2: Pool) -> None:
     assert pool2.run(warnings_of, Hooked, trainer=True)[0] == []
     forward, backward = pool2.run(warnings_of, HookedInsideLater, trainer=True)[0]
     assert forward == found
-    assert backward.startswith("model.layers.0.mlp: a backward hook of yours will see a rank's part of the gradients")
+    assert backward.startswith("model.layers.0.mlp.up_proj: a backward hook of yours will see a rank's part of")

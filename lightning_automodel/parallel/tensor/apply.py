@@ -21,6 +21,7 @@ Everything is installed as forward hooks and instance attributes that a ``copy.d
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -39,19 +40,22 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
-from lightning_automodel.parallel.hooks_of_users import warn_of_parts
+from lightning_automodel.parallel.hooks_of_users import WHOLE, warn_of_parts
+from lightning_automodel.parallel.tensor.head_masks import install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
 from lightning_automodel.parallel.tensor.stream import Stream
-from lightning_automodel.parallel.tensor.trials import Trial, is_whole_now, modules_to_try
+from lightning_automodel.parallel.tensor.trials import Trial, is_tried_now, is_whole_now, modules_to_try
 from lightning_automodel.parallel.tensor.written_inputs import install_written_inputs
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.styles import Enter, Leave
 
 Transform = Callable[[Tensor], Tensor]
+_OF_OTHERS = "outside of blocks, and with sequence_parallel=False of whole attention and feed-forward layers,"
+_WHOLE_OUTSIDE = (f"Outputs {_OF_OTHERS}", f"Gradients {_OF_OTHERS}")
 
 
 def apply_tensor_parallel(
@@ -72,7 +76,8 @@ def apply_tensor_parallel(
         gathered_alone: modules inside of blocks whose own parameters are there only while the module runs.
     """
     why = f"tp={tp_mesh.size()}{', sequence_parallel=True' if layout.sequence else ''}"
-    warn_of_parts(model, list(_seeing_parts(model, layout)), why, list(layout.boundaries))
+    whole = WHOLE if layout.sequence is None else _WHOLE_OUTSIDE
+    warn_of_parts(model, list(_seeing_parts(model, layout)), why, whole)
     twins, tried = find_twins(model), modules_to_try(model, layout, set(gathered_alone))
     for name, attributes in layout.attributes.items():
         model.get_submodule(name).__dict__.update(attributes)
@@ -82,6 +87,8 @@ def apply_tensor_parallel(
     if layout.sequence is not None:
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_written_inputs(model, layout, streams)
+    install_copies(model, tp_mesh.get_group(), layout)
+    install_head_masks(model, tp_mesh.get_group(), layout)
     install_recorded_shares(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
@@ -143,17 +150,30 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
             _install_row_norm(module, group)
             continue
         if enter := _enter_function(module_layout.enter, group):
-            all_inputs = module_layout.enter is Enter.COPY_ALL
-            module.register_forward_pre_hook(_Around(enter, all_inputs).enter, with_kwargs=True)
+            module.register_forward_pre_hook(_Around(enter, every=False).enter, with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):
             all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
             # Before the hooks of users, which are to see what a module gives on one process.
             module.register_forward_hook(_Around(leave, all_outputs).leave, prepend=True)
 
 
+def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
+    """Copies in what enters boundaries, inside of all hooks: a user's may go on with it beside the sum that leaves."""
+
+    def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not is_tried_now(module):
+            args, kwargs = copies.enter(module, args, kwargs)
+        return forward(*args, **kwargs)
+
+    copies = _Around(partial(copy_in, group=group), every=True)
+    for name, module_layout in layout.modules.items():
+        if module_layout.enter is Enter.COPY_ALL:
+            wrap_forward(model.get_submodule(name), around)
+
+
 def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
     match enter:
-        case Enter.COPY | Enter.COPY_ALL:
+        case Enter.COPY:
             return lambda x: copy_in(x, group)
         case Enter.SPLIT:
             return lambda x: split(x, -1, group)

@@ -9,14 +9,15 @@
 
 The weights are drawn, because those of a new module may hide what it does (a gate of zeros, a mixture of heads that
 begins as the identity), and computed with in float32, because a few of many features make a small difference. The
-module runs on what enters it in the first forward pass, without gradients and as in evaluation; what draws at random
-cannot be tried.
+module runs on what enters it in the first forward pass, as in evaluation and as in training but for dropout; what it
+writes into buffers, and gradients of what enters, are compared, too. What draws at random otherwise cannot be tried.
 """
 
 import random
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,23 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.pytree import tree_map
-from lightning_automodel._compat.tensors import TorchDispatchMode, without_modes
-from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
+from lightning_automodel._compat.tensors import TorchDispatchMode, version_of, without_modes
+from lightning_automodel.distributed.random_numbers import generator_states
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 from lightning_automodel.parallel.activation_checkpoint import without_cache
 from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take_rows
+from lightning_automodel.parallel.tensor.traces import (
+    NARROW,
+    WithoutDropout,
+    floating,
+    fresh,
+    in_float32,
+    leaving_no_trace,
+    left_behind,
+    refuse_gradients,
+)
 from lightning_automodel.parallel.tensor.twins import is_draw
 from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.plans.linearity import tensors
@@ -41,11 +52,11 @@ from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Enter
 
 _TOLERANCE, _OF_NARROW = 2e-3, 3e-2
-_NARROW = (torch.bfloat16, torch.float16)
 _HELD = {Enter.EMBED, Enter.NORM, Enter.ROW_NORM}
 """Collectives that are part of what a module computes."""
 Attributes = dict[str, dict[str, Any]]
 _whole: list[bool] = []
+_tried: list[nn.Module] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +123,11 @@ def is_whole_now() -> bool:
     return bool(_whole)
 
 
+def is_tried_now(module: nn.Module) -> bool:
+    """Tell whether ``module`` runs for its trial, which itself sums its gradients."""
+    return bool(_tried) and module is _tried[-1]
+
+
 class Trial:
     """Tries one module over ``tp_mesh``."""
 
@@ -124,6 +140,8 @@ class Trial:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if self.name in untried and not is_whole_now():
                 untried.discard(self.name)
+                if self._tried.is_boundary and (left := left_behind(module)):
+                    self._keep_from_losses(module, left)
                 if not _is_right(module, self._tried, self._tp_mesh, args, kwargs):
                     untried.add(self.name)
                     raise ValueError(self._message(module))
@@ -139,54 +157,111 @@ class Trial:
             "FSDP2Config(tp_plan={'extends': 'model', ...}), or use tp=1"
         )
 
+    def _keep_from_losses(self, module: nn.Module, left: list[tuple[nn.Module, str, str]]) -> None:
+        """Let a gradient of what ``module`` keeps in its attributes be an error, now and in later passes."""
+
+        def refuse(*_: Any) -> None:
+            for owner, name, path in left:
+                if name in vars(owner):
+                    refuse_gradients(owner, name, self._message_of_attribute(module, path))
+
+        refuse()
+        module.register_forward_hook(refuse)
+
+    def _message_of_attribute(self, module: nn.Module, path: str) -> str:
+        return (
+            f"a loss reads what {self.name} ({type(module).__name__}) keeps in its attribute {path}: every one of the "
+            f"{self._tp_mesh.size()} tp ranks computes it, and their gradients would be summed. Add the rule "
+            f"{wildcard(self.name)!r}: 'separate' to FSDP2Config(tp_plan={{'extends': 'model', ...}}): each of its "
+            "members then takes its own collectives; or keep value.detach()"
+        )
+
 
 def _is_right(module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compare what the ranks' slices give together with what the whole gives.
+    """Compare what the ranks' slices give together with what the whole gives: values, and gradients of what enters.
 
     Returns:
         true also where that cannot be told: it draws at random, or does not run with other weights.
     """
-    first = next((x for x in tensors((args, kwargs)) if x.is_floating_point()), None)
-    if first is None or not first.numel() or is_fake(first):
+    first = floating((args, kwargs))[:1]
+    if not first or not first[0].numel() or is_fake(first[0]):
         return True
-    with without_modes(), torch.no_grad(), torch.autocast(first.device.type, enabled=False), _as_it_was(module):
-        return _compare(module, tried, tp_mesh, _in_float32(args), _in_float32(without_cache(kwargs)), first.device)
+    device_type = first[0].device.type
+    with without_modes(), torch.no_grad(), torch.autocast(device_type, enabled=False), leaving_no_trace(module):
+        args, kwargs = in_float32(args), in_float32(without_cache(kwargs))
+        _tried.append(module)
+        try:
+            return all([_compare(module, tried, tp_mesh, args, kwargs, f) for f in (_evaluate, _train, _differentiate)])
+        finally:
+            _tried.pop()
 
 
 def _compare(
-    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], device: torch.device
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], run: Callable
 ) -> bool:
+    device = next(x.device for x in tensors((args, kwargs)))
     whole, watch = _draw(tried, device), _Watch()
     slices = {key: _slice(whole[key], layout, tp_mesh) for key, (_, _, layout) in tried.parameters.items()}
     with _in_place(module, whole), _restored(module, tried.attributes), _without_collectives():
-        expected = _output_of(module, args, kwargs, watch)
+        expected = _numbers_of(partial(run, module, args, kwargs, watch), watch)
     with _in_place(module, slices):
-        found = _output_of(module, args, kwargs, watch)
-    can_tell = expected is not None and found is not None and expected.shape == found.shape and not watch.draws
+        found = _numbers_of(partial(run, module, args, kwargs, watch), watch)
+    can_tell = len(expected) == len(found) > 0 and not watch.draws
+    can_tell = can_tell and all(one.shape == other.shape for one, other in zip(expected, found, strict=True))
     agreed = torch.tensor(float(can_tell), device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, tp_mesh.get_group())
-    if expected is None or found is None or not agreed.item():
+    if not agreed.item():
         return True
     if tried.is_boundary:
-        dist.all_reduce(found, group=tp_mesh.get_group())
-    error = (found - expected).norm() / expected.norm()
-    return not bool(error > (_OF_NARROW if watch.is_narrow else _TOLERANCE))  # NaN tells nothing
+        dist.all_reduce(found[0], group=tp_mesh.get_group())
+    errors = [(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]
+    bound = _OF_NARROW if watch.is_narrow else _TOLERANCE
+    wrong = torch.tensor(float(any(error > bound for error in errors)), device=device)  # NaN tells nothing
+    dist.all_reduce(wrong, dist.ReduceOp.MAX, tp_mesh.get_group())
+    return not wrong.item()
 
 
-def _output_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch") -> Tensor | None:
-    """Return the first output of ``module``, or nothing where it cannot be computed with such weights."""
+def _numbers_of(run: Callable[[], list[Tensor]], watch: "_Watch") -> list[Tensor]:
+    """Return what ``run`` gives, or nothing where it cannot be computed with such weights."""
     states, of_python = generator_states(), random.getstate()
     try:
-        with watch:
-            output = module.forward(*args, **kwargs)
-    except Exception:  # a kernel for narrow numbers alone, a check of values: nothing can be told
-        return None
+        return run()
+    except Exception:  # a kernel for narrow numbers alone, a check of values
+        return []
     finally:
         watch.draws |= of_python != random.getstate()
         watch.draws |= not all(map(torch.equal, states, generator_states()))
         random.setstate(of_python)
-    first = next((x for x in tensors(output) if x.is_floating_point()), None)
-    return None if first is None else first.float().clone()
+
+
+def _evaluate(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch", training: bool = False
+) -> list[Tensor]:
+    """Return the first output of ``module``, and the buffers that it wrote."""
+    with fresh(module, training) as buffers:
+        before = {name: (version_of(buffer), buffer) for name, buffer in buffers.items()}
+        with watch, WithoutDropout():
+            output = module.forward(*args, **kwargs)
+        written = [x.float() for v, x in before.values() if x.is_floating_point() and version_of(x) != v]
+    return [x.float().clone() for x in floating(output)[:1]] + written
+
+
+_train = partial(_evaluate, training=True)
+
+
+def _differentiate(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch: "_Watch") -> list[Tensor]:
+    """Return the gradient of what enters ``module``: code of users may change gradients on their way."""
+    first = floating((args, kwargs))[0]
+    # Hooks around it, of a recomputation, are to see nothing of what is saved.
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with fresh(module, training=True), torch.enable_grad(), saved, WithoutDropout():
+        entering = first.detach().clone().requires_grad_()
+        held = entering.clone()  # which may be written to
+        args, kwargs = tree_map(lambda x: held if x is first else x, (args, kwargs))
+        with watch:
+            output = floating(module.forward(*args, **kwargs))[0]
+        drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        return [torch.autograd.grad(output, entering, drawn)[0].float()]
 
 
 # ---- what is put in place for it -------------------------------------------------------------------------------------
@@ -259,29 +334,6 @@ def _assign(module: nn.Module, attributes: Attributes) -> None:
             del table[attribute]
 
 
-@contextmanager
-def _as_it_was(module: nn.Module) -> Generator[None, None, None]:
-    """Let ``module`` evaluate, in float32, within this context, and leave no trace: buffers, modes, random numbers."""
-    modes, states = [(m, m.training) for m in module.modules()], generator_states()
-    buffers = [(own_buffers(m), name, b) for m in module.modules() for name, b in own_buffers(m).items()]
-    try:
-        for table, name, buffer in buffers:
-            table[name] = None if buffer is None else _in_float32(buffer).clone()
-        for m, _ in modes:
-            m.training = False
-        yield
-    finally:
-        for table, name, buffer in buffers:
-            table[name] = buffer
-        for m, training in modes:
-            m.training = training
-        restore_generators(states)
-
-
-def _in_float32(values: Any) -> Any:
-    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x, values)
-
-
 class _Watch(TorchDispatchMode):
     """Notes whether something is drawn, and whether numbers are narrow."""
 
@@ -294,5 +346,5 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         self.draws |= is_draw(func, args, kwargs or {})
-        self.is_narrow |= any(x.dtype in _NARROW for x in tensors(output))
+        self.is_narrow |= any(x.dtype in NARROW for x in tensors(output))
         return output
