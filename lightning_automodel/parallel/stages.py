@@ -23,10 +23,12 @@ What FSDP2 with dp_shard=2 x tp=2 makes of three parameters of a block (rows x c
       shard                    0-3          0-3          4-7          4-7
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -49,7 +51,7 @@ from lightning_automodel.parallel.float8 import apply_float8
 from lightning_automodel.parallel.freed_memory import keep_freed_memory
 from lightning_automodel.parallel.lone_encoder import run_encoder_inside
 from lightning_automodel.parallel.random_passes import data_rank_of, draw_from
-from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel
+from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel, install_copies
 from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.adapters import check_four_bit, check_recomputed_and_compiled
 from lightning_automodel.plans.context import derive_context_layout
@@ -94,12 +96,11 @@ def apply_stages(
     experts = ExpertParallel.of(model, axes.experts) if axes.experts else None
     context = _cut_context(model, axes, config)
     if layout is not None:
-        whole, apart = find_whole_experts(model, layout, tp), experts.found if experts else ()
-        is_final = not sharding.sums_gradients(model)
-        apply_tensor_parallel(model, axes.tp, layout, is_final=is_final, gathered_alone=apart)
-        route_to_own_experts(model, whole, axes.tp.get_group())
+        _split(model, axes.tp, layout, experts.found if experts else (), is_final=not sharding.sums_gradients(model))
     if experts is not None:
         experts.divide(model, resolve_dispatcher(config.expert_dispatcher))
+    if layout is not None:
+        install_copies(model, axes.tp.get_group(), layout)  # around what chooses rows for experts
     install_loss(model, axes.tp, config)
     run_encoder_inside(model)
     if context is not None:
@@ -115,6 +116,12 @@ def apply_stages(
     draw_from(model, RandomNumbers(seed=agreed_seed(device_type), data_rank=data_rank_of(axes.data) // cp))
     sharding.apply(model, plan, layout)
     return model
+
+
+def _split(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, apart: Iterable[str], *, is_final: bool) -> None:
+    whole = find_whole_experts(model, layout, tp_mesh.size())
+    apply_tensor_parallel(model, tp_mesh, layout, is_final=is_final, gathered_alone=apart)
+    route_to_own_experts(model, whole, tp_mesh.get_group())
 
 
 def _cut_context(model: nn.Module, axes: Axes, config: StageSwitches) -> ContextParallel | None:

@@ -15,7 +15,7 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss import gather_logits
 from lightning_automodel.loss.install import causal_lm_loss, install_loss
 from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
-from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel
+from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel, install_copies
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
 from lightning_automodel.testing.pool import Pool, RankFailed
@@ -180,6 +180,7 @@ def copies_and_exceptions(config: dict[str, Any]) -> None:
     tp_mesh = axis(build_mesh(resolve_sizes(2, tp=2), "cpu"), TP)
     layout = derive_layout(model, select_plan(model), 2, settings.sequence_parallel)
     apply_tensor_parallel(model, tp_mesh, layout)
+    install_copies(model, tp_mesh.get_group(), layout)
     install_loss(model, tp_mesh, settings)
     twin = copy.deepcopy(model)
     with torch.no_grad():

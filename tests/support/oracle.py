@@ -93,6 +93,7 @@ def examine(model: nn.Module, tp_mesh: DeviceMesh, layout: Layout, batch: dict[s
     oracle = Oracle(model)
     with oracle.watching():
         tensor_parallel.apply_tensor_parallel(model, tp_mesh, layout)
+        tensor_parallel.install_copies(model, tp_mesh.get_group(), layout)
         with oracle:
             loss = model(**batch).loss
         oracle.finish(loss)

@@ -68,6 +68,8 @@ def apply_tensor_parallel(
 ) -> None:
     """Splits ``model`` in place over ``tp_mesh`` (one axis). Parameters may be on the meta device.
 
+    :func:`install_copies` is the last part of it, behind all that changes which rows reach a rank's experts.
+
     Args:
         model: whose parameters are plain.
         tp_mesh: one axis.
@@ -87,7 +89,6 @@ def apply_tensor_parallel(
     if layout.sequence is not None:
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
     install_written_inputs(model, layout, streams)
-    install_copies(model, tp_mesh.get_group(), layout)
     install_head_masks(model, tp_mesh.get_group(), layout)
     install_recorded_shares(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
@@ -158,7 +159,10 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
 
 
 def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
-    """Copies in what enters boundaries, inside of all hooks: a user's may go on with it beside the sum that leaves."""
+    """Copies in what enters boundaries, inside of all hooks: a user's may go on with it beside the sum that leaves.
+
+    Around what chooses the rows of a rank's experts, too (``parallel/experts``): all ranks have the same rows here.
+    """
 
     def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not is_tried_now(module):
