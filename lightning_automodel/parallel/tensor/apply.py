@@ -48,7 +48,8 @@ from lightning_automodel.parallel.tensor.recorded_shares import install_recorded
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
 from lightning_automodel.parallel.tensor.sliced_draws import find_twins, install_sliced_draws
 from lightning_automodel.parallel.tensor.stream import Stream
-from lightning_automodel.parallel.tensor.trials import Trial, is_tried_now, is_whole_now, modules_to_try
+from lightning_automodel.parallel.tensor.trial_weights import is_whole_now, modules_to_try
+from lightning_automodel.parallel.tensor.trials import Trial, is_tried_now
 from lightning_automodel.parallel.tensor.written_inputs import install_written_inputs
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.styles import Enter, Leave
