@@ -7,7 +7,8 @@ by transformers.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -69,7 +70,7 @@ def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any
     def write() -> None:
         write_pretrained(model, fetch, directory if dist.get_rank() == 0 else None, **options)
 
-    _raise_on_all(write, lambda: [fetch(name) for name in list(unfetched)])
+    raise_on_all(write, lambda: [fetch(name) for name in list(unfetched)])
 
 
 def check_writable(model: PreTrainedModel) -> None:
@@ -110,15 +111,31 @@ def _save_pretrained(
     check_writable(model)
     for unit in fsdp_units(vars(model)[_ROOT]):
         unit.reshard()  # a root that is gathered has other parameters
-    _check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
+    check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
     if state_dict is None and not push_to_hub and save_original_format and not saves_more_than_weights(model):
         target = Path(save_directory) if is_main_process else None
         write_sharded(model, target, max_shard_size=max_shard_size, variant=variant)
         return
-    whole = _gather(model, model.state_dict() if state_dict is None else state_dict)
+    whole = gather(model, model.state_dict() if state_dict is None else state_dict)
     given = (push_to_hub, max_shard_size, variant, token, save_peft_format, save_original_format)
     write = partial(type(model).save_pretrained, model, save_directory, is_main_process, whole, *given, **kwargs)
-    _raise_on_all(lambda: write() if dist.get_rank() == 0 else None)
+
+    def write_on_first() -> None:
+        if dist.get_rank() == 0:
+            with name_of_code(type(model)):
+                write()
+
+    raise_on_all(write_on_first)
+
+
+@contextmanager
+def name_of_code(kind: type) -> Generator[None, None, None]:
+    """Give ``kind`` the name that its source has, which libraries write into configs."""
+    name, kind.__name__ = kind.__name__, kind.__name__.removeprefix("FSDP")
+    try:
+        yield
+    finally:
+        kind.__name__ = name
 
 
 def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> None:
@@ -129,7 +146,7 @@ def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> N
     parse_size(max_shard_size)
 
 
-def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] | None:
+def gather(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Gather whole tensors on rank 0. Collective over those that are sharded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole = {}
@@ -140,7 +157,7 @@ def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] 
     return whole
 
 
-def _check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> None:
+def check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> None:
     """Check that all ranks are here, and will gather the same tensors.
 
     Raises:
@@ -157,7 +174,7 @@ def _check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> 
         )
 
 
-def _raise_on_all(write: Callable[[], None], drain: Callable[[], Any] = lambda: None) -> None:
+def raise_on_all(write: Callable[[], None], drain: Callable[[], Any] = lambda: None) -> None:
     """Call ``write``; if it fails on rank 0, the others get to know. ``drain`` takes what they still send."""
     error: Exception | None = None
     try:
