@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2 import fsdp_units
-from lightning_automodel.checkpointing.save_pretrained import check_alike, gather, name_of_code, raise_on_all
+from lightning_automodel.checkpointing.hugging_face import name_of_code
+from lightning_automodel.checkpointing.save_pretrained import check_alike, gather, raise_on_all
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.modules.wrappers import adapters_of

@@ -7,8 +7,7 @@ by transformers.
 
 import json
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2 import fsdp_units
 from lightning_automodel._compat.transformers import saves_more_than_weights
-from lightning_automodel.checkpointing.hugging_face import group_names, parse_size, write_pretrained
+from lightning_automodel.checkpointing.hugging_face import group_names, name_of_code, parse_size, write_pretrained
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import Fragment, as_stored, like_parameter
@@ -126,16 +125,6 @@ def _save_pretrained(
                 write()
 
     raise_on_all(write_on_first)
-
-
-@contextmanager
-def name_of_code(kind: type) -> Generator[None, None, None]:
-    """Give ``kind`` the name that its source has, which libraries write into configs."""
-    name, kind.__name__ = kind.__name__, kind.__name__.removeprefix("FSDP")
-    try:
-        yield
-    finally:
-        kind.__name__ = name
 
 
 def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> None:

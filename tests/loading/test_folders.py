@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM
 
+from lightning_automodel.finetuning import HuggingFaceExport
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.layouts import LAYOUTS
 from tests.support.training import batches, make_trainer, tiny_llama
@@ -45,7 +46,9 @@ class Reading(LightningModule):
 
 def train(layout: str, directory: Path) -> None:
     """Runs on each rank."""
-    make_trainer(LAYOUTS[layout].make(), max_steps=2).fit(Reading(directory), batches(LAYOUTS[layout].data_size))
+    exports = [HuggingFaceExport(str(directory / "exported"))]
+    trainer = make_trainer(LAYOUTS[layout].make(), max_steps=2, callbacks=exports)
+    trainer.fit(Reading(directory), batches(LAYOUTS[layout].data_size))
 
 
 def test_an_adapter_beside_its_base_names_the_way_through_peft(tmp_path: Path, pool2: Pool) -> None:
@@ -64,7 +67,8 @@ def test_a_model_with_code_of_its_own_is_read_again(layout: str, tmp_path: Path,
     config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     pool2.run(train, layout, tmp_path, trainer=True)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", trust_remote_code=True)
-    assert type(found).__name__ == "OwnForCausalLM"
     written = load_file(tmp_path / "trained" / "model.safetensors")
-    assert all(value.equal(written[name]) for name, value in found.named_parameters())
+    for name in ("trained", "exported"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True)
+        assert type(found).__name__ == "OwnForCausalLM"
+        assert all(value.equal(written[key]) for key, value in found.named_parameters())
