@@ -4,7 +4,7 @@ Both ask for whole tensors by the names of the adapted model, a layer at a time,
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.modules import own_children, own_parameters
 from lightning_automodel._compat.transformers import source_of
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
-from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, unwrapped
+from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -106,7 +106,7 @@ def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
             return fetch(name)
         within = name.removeprefix(f"{owner}.")
         prefix, wrapper = wrappers[owner]
-        if has_copies(wrapper):
+        if "modules_to_save" in own_children(wrapper):
             return fetch(f"{prefix}.modules_to_save.{wrapper.active_adapters[0]}.{within}")
         if owner not in layers:
             layers.clear()  # names of one layer follow each other
@@ -131,10 +131,14 @@ def check_mergeable(model: PreTrainedModel) -> None:
         )
 
 
-def _untie(model: PreTrainedModel, adapted: Iterable[str]) -> None:
-    """Untie weights of ``model`` of which one place has an adapter: they are two tensors from then on."""
-    tied = [name for pair in model.all_tied_weights_keys.items() for name in pair]
-    if not any(prefix in adapted for name in tied for prefix in _prefixes(name)):
+def _untie(model: PreTrainedModel, wrappers: Mapping[str, tuple[str, nn.Module]]) -> None:
+    """Untie weights of ``model`` of which one place has an adapter of its own: they are two tensors from then on."""
+
+    def held(name: str) -> set[int]:
+        owner = next((prefix for prefix in _prefixes(name) if prefix in wrappers), None)
+        return set() if owner is None else {id(parameter) for parameter in wrappers[owner][1].parameters()}
+
+    if all(held(name) == held(twin) for name, twin in model.all_tied_weights_keys.items()):
         return
     model.all_tied_weights_keys = {}
     for config in (model.config, model.config.get_text_config()):
@@ -158,6 +162,8 @@ def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] |
         own_parameters(wrapper.get_submodule(owner))[short] = nn.Parameter(value, requires_grad=False)
     layer: Any = wrapper
     while is_wrapper(layer):
+        single_tokens = own_children(layer).get("token_adapter")
+        layer = layer if single_tokens is None else single_tokens
         layer.merge()
         layer = layer.base_layer
     result = {name: parameter.detach() for name, parameter in unwrapped(wrapper).named_parameters()}

@@ -10,13 +10,15 @@ across blocks, so that a block at a time is converted.
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from lightning_automodel._compat.loading import revert_weight_conversion
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost
@@ -105,10 +107,23 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+@contextmanager
+def name_of_code(kind: type) -> Generator[None, None, None]:
+    """Give ``kind`` the name that its source has, which libraries write into configs."""
+    name, kind.__name__ = kind.__name__, kind.__name__.removeprefix("FSDP")
+    try:
+        yield
+    finally:
+        kind.__name__ = name
+
+
 def _write_configs(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [class_names(model)[0]]
     config.dtype = str(dtype).removeprefix("torch.")
+    if model.is_remote_code():
+        with name_of_code(type(model)):
+            custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)

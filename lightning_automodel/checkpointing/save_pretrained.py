@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2 import fsdp_units
 from lightning_automodel._compat.transformers import saves_more_than_weights
-from lightning_automodel.checkpointing.hugging_face import group_names, parse_size, write_pretrained
+from lightning_automodel.checkpointing.hugging_face import group_names, name_of_code, parse_size, write_pretrained
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import Fragment, as_stored, like_parameter
@@ -69,7 +69,7 @@ def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any
     def write() -> None:
         write_pretrained(model, fetch, directory if dist.get_rank() == 0 else None, **options)
 
-    _raise_on_all(write, lambda: [fetch(name) for name in list(unfetched)])
+    raise_on_all(write, lambda: [fetch(name) for name in list(unfetched)])
 
 
 def check_writable(model: PreTrainedModel) -> None:
@@ -110,15 +110,21 @@ def _save_pretrained(
     check_writable(model)
     for unit in fsdp_units(vars(model)[_ROOT]):
         unit.reshard()  # a root that is gathered has other parameters
-    _check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
+    check_alike(state_dict, [max_shard_size, variant, save_original_format, push_to_hub])
     if state_dict is None and not push_to_hub and save_original_format and not saves_more_than_weights(model):
         target = Path(save_directory) if is_main_process else None
         write_sharded(model, target, max_shard_size=max_shard_size, variant=variant)
         return
-    whole = _gather(model, model.state_dict() if state_dict is None else state_dict)
+    whole = gather(model, model.state_dict() if state_dict is None else state_dict)
     given = (push_to_hub, max_shard_size, variant, token, save_peft_format, save_original_format)
     write = partial(type(model).save_pretrained, model, save_directory, is_main_process, whole, *given, **kwargs)
-    _raise_on_all(lambda: write() if dist.get_rank() == 0 else None)
+
+    def write_on_first() -> None:
+        if dist.get_rank() == 0:
+            with name_of_code(type(model)):
+                write()
+
+    raise_on_all(write_on_first)
 
 
 def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> None:
@@ -129,7 +135,7 @@ def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> N
     parse_size(max_shard_size)
 
 
-def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] | None:
+def gather(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Gather whole tensors on rank 0. Collective over those that are sharded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole = {}
@@ -140,7 +146,7 @@ def _gather(model: PreTrainedModel, state: Mapping[str, Any]) -> dict[str, Any] 
     return whole
 
 
-def _check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> None:
+def check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> None:
     """Check that all ranks are here, and will gather the same tensors.
 
     Raises:
@@ -157,7 +163,7 @@ def _check_alike(state_dict: Mapping[str, Any] | None, arguments: list[Any]) -> 
         )
 
 
-def _raise_on_all(write: Callable[[], None], drain: Callable[[], Any] = lambda: None) -> None:
+def raise_on_all(write: Callable[[], None], drain: Callable[[], Any] = lambda: None) -> None:
     """Call ``write``; if it fails on rank 0, the others get to know. ``drain`` takes what they still send."""
     error: Exception | None = None
     try:

@@ -35,7 +35,7 @@ from lightning_automodel.loading.shard_operation import ExactShardOperation, con
 from lightning_automodel.loading.whole_values import on_shards
 from lightning_automodel.modules.adapted_bases import note_files
 from lightning_automodel.modules.four_bit import describe, four_bit_layers, store_as_rows
-from lightning_automodel.modules.structure import is_kept_in_float32
+from lightning_automodel.modules.structure import class_names, is_kept_in_float32
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
@@ -102,9 +102,18 @@ class _ShardedLoading:
         )
 
     def load(
-        self, original: Callable, model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any
+        self,
+        original: Callable,
+        model: PreTrainedModel,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Shard ``model``, and read its weights unless they come from elsewhere."""
+        files = checkpoint_files
+        _refuse_adapters(model, load_config.pretrained_model_name_or_path)
         refuse_quantized(model)
         store_as_rows(model)
         for parameter in model.parameters():  # transformers makes new ones of what it reads, whatever was frozen before
@@ -121,7 +130,7 @@ class _ShardedLoading:
 
         def read() -> Any:
             self.asked[model] = _stored_wider(model, asked, widest_float(files) if files else torch.float64.itemsize)
-            return original(model, state_dict, files, settings, *args)
+            return original(model, state_dict, files, settings, *args, **kwargs)
 
         if self.replicas is not None and self.replicas.rank() != 0:
             return self._receive(model, home, self.replicas)
@@ -191,6 +200,20 @@ def _agree(result: Any, error: Exception | None, replicas: ProcessGroup) -> Any:
     if failure is not None:
         raise error or RuntimeError(f"the process that reads the weights for this one failed: {failure}")
     return result
+
+
+def _refuse_adapters(model: PreTrainedModel, source: Any) -> None:
+    """Refuse adapters that transformers reads into a model which it has read, and which is sharded by now.
+
+    Raises:
+        ValueError: naming the way through peft.
+    """
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            f"{source} holds an adapter (adapter_config.json), which transformers would read into a "
+            f"{class_names(model)[0]} that is sharded already; give from_pretrained a folder with the base alone (that "
+            "of base_model_name_or_path), and call peft.PeftModel.from_pretrained(base, the adapter's folder) after it"
+        )
 
 
 def _warn_of_pickles(files: list[str] | None) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from lightning_automodel._compat.modules import own_children
 from lightning_automodel._compat.transformers import loss_that_was_set
 from lightning_automodel.config import StageSwitches
 from lightning_automodel.distributed.logs import log, log_once
@@ -207,7 +208,8 @@ def _linear_heads(head: Any) -> list[nn.Linear]:
     """Returns the head, or itself and the copies of it that train in its place, if it is linear."""
     if head is None:
         return []
-    copies: Any = head.modules_to_save.values() if is_wrapper(head) and has_copies(head) else ()
+    trained: Any = own_children(head).get("modules_to_save") if has_copies(head) else None
+    copies = () if trained is None else trained.values()
     found = [unwrapped(head), *copies] if copies else [head]
     return found if all(isinstance(module, nn.Linear) for module in found) else []
 

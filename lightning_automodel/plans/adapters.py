@@ -97,16 +97,21 @@ class Wrapped:
 
     def takes_rows(self, placement: Placement) -> bool:
         """Tell whether the layer is a table that is cut on its rows: ranks look up together before adapters add."""
-        return isinstance(unwrapped(self.wrapper), nn.Embedding) and self.cuts_input(placement)
+        return self._looks_up and self.cuts_input(placement)
 
     def cuts_input(self, placement: Placement) -> bool:
         """Tells whether ``placement`` cuts the adapted parameter on the dim of its input."""
         layer = unwrapped(self.wrapper)
         ndim = layer.get_parameter(self.base.rpartition(".")[2]).ndim
-        is_turned = isinstance(layer, nn.Embedding) or (ndim > 2 and getattr(layer, "is_transposed", False))
+        is_turned = self._looks_up or (ndim > 2 and getattr(layer, "is_transposed", False))
         if not isinstance(placement, Shard | StridedShard):
             return False
         return placement.dim == ndim - (2 if is_turned else 1)
+
+    @property
+    def _looks_up(self) -> bool:
+        """Tell whether factors look up as the table does; those of ``target_parameters`` are added to its values."""
+        return isinstance(unwrapped(self.wrapper), nn.Embedding) and not hasattr(self.wrapper, "parameter_name")
 
     @property
     def normalizes_rows(self) -> bool:

@@ -19,6 +19,7 @@ from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
 from lightning_automodel._compat.lightning import default_timeout, set_device
 from lightning_automodel._compat.modules import hooks_after_accumulation_kept
+from lightning_automodel.checkpointing.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -172,6 +173,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
         refuse_prompts(module, self.sizes.tp)
+        install_saving_of_adapters(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
         self._setup_submodels(find_submodels(module))
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_automodel._compat.lightning import default_timeout
 from lightning_automodel.checkpointing.folder import GRADIENTS
+from lightning_automodel.checkpointing.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -151,6 +152,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
         unwrap_compiled_children(module)
         refuse_prompts(module, self.sizes.tp)
+        install_saving_of_adapters(module)
         if self._passes is not None:
             _check_mesh(vars(module)[_MESH], self.device_mesh)
             return

@@ -20,7 +20,12 @@ from tests.support.marks import with_long
 from tests.support.training import make_trainer
 
 BOUND = 1e-5
-QUICK = [("mixtral", "experts", {"dp_shard": 2}), ("deepseek_v3", "experts", {"tp": 2}), ("phi3", "dora", {"tp": 2})]
+QUICK = [
+    ("mixtral", "experts", {"dp_shard": 2}),
+    ("deepseek_v3", "experts", {"tp": 2}),
+    ("phi3", "dora", {"tp": 2}),
+    ("gemma3_text", "tokens", {"dp_shard": 2}),
+]
 MORE = [
     ("qwen3_moe", "experts", {"tp": 2}),
     ("gpt_oss", "experts", {"tp": 2}),
@@ -31,9 +36,14 @@ MORE = [
     ("gemma3_text", "ends", {"tp": 2}),
     ("gemma3_text", "saved", {"dp_shard": 2}),
     ("llama", "ia3", {"tp": 2}),
+    ("llama", "tokens of the head", {"dp_shard": 2}),
 ]
 FIELDS: dict[str, dict[str, Any]] = {
     "pissa": {"target_modules": "all-linear", "init_lora_weights": "pissa"},
+    "tokens of the head": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [3], "lm_head": [5]},
+    },
     "bias": {"target_modules": "all-linear", "bias": "lora_only"},
 }
 
@@ -76,7 +86,9 @@ def check(family: str, method: str, sizes: dict[str, int], directory: Path, pool
     for name in ("adapter", "of checkpoint False"):
         assert relative(logits(PeftModel.from_pretrained(base(), directory / name)), expected) <= BOUND, name
     for name in ("merged", "of checkpoint True"):
-        assert relative(logits(AutoModelForCausalLM.from_pretrained(directory / name)), expected) <= BOUND, name
+        whole = AutoModelForCausalLM.from_pretrained(directory / name)
+        assert relative(logits(whole), expected) <= BOUND, name
+        assert method != "tokens" or whole.config.tie_word_embeddings
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

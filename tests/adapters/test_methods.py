@@ -12,7 +12,11 @@ from tests.support.comparison import Schedule
 
 BOUND = 1e-5
 SCHEDULE = Schedule(steps=3, length=12)
-QUICK = [("llama", "bias"), ("llama", "ends"), ("llama", "saved"), ("mixtral", "experts"), ("phi3", "dora")]
+QUICK = [
+    *(("llama", method) for method in ("bias", "ends", "saved", "table")),
+    ("mixtral", "experts"),
+    ("phi3", "dora"),
+]
 MORE = [
     *(("llama", method) for method in ("all-linear", "rslora", "saved mlp", "ia3")),
     *((family, "experts") for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")),

@@ -24,12 +24,18 @@ CONFIGS = {
     "loha": peft.LoHaConfig(r=4, target_modules=["q_proj", "o_proj"], init_weights=False),
     "oft": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj", "o_proj"]),
     "tokens": peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+    "tokens of the head": peft.LoraConfig(
+        r=4, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 5], "lm_head": [7]}
+    ),
+    "lokr": peft.LoKrConfig(r=3, target_modules=["q_proj", "down_proj"], init_weights=False),
+    "adalora": peft.AdaLoraConfig(init_r=4, tinit=1, tfinal=1, total_step=6, target_modules=["q_proj", "o_proj"]),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
     "prefix": peft.PrefixTuningConfig(**PROMPT),
     "prompt": peft.PromptTuningConfig(**PROMPT),
     "encoder": peft.PromptEncoderConfig(**PROMPT),
 }
-RIGHT = {"fsdp2-dp2": {"vera", "loha", "oft", "tokens", "norms", "prefix"}, "fsdp2-tp2": {"norms"}}
+WHOLE = {"vera", "loha", "oft", "tokens", "tokens of the head", "lokr", "adalora", "norms", "prefix"}
+RIGHT = {"fsdp2-dp2": WHOLE, "fsdp2-tp2": {"norms"}}
 
 
 def adapt(method: str, base: nn.Module) -> nn.Module:

@@ -1,0 +1,70 @@
+"""Makes ``save_pretrained`` of peft's models write adapters that lie on several ranks: all of them call, rank 0 writes.
+
+Only what peft may write is gathered: what wrappers add, what trains, biases, and the tables of tokens.
+"""
+
+import os
+from types import MethodType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel.checkpointing.hugging_face import name_of_code
+from lightning_automodel.checkpointing.save_pretrained import check_alike, gather, raise_on_all
+from lightning_automodel.distributed.shards import gather_on_rank_zero
+from lightning_automodel.distributed.uneven_shards import as_stored
+from lightning_automodel.modules.wrappers import adapters_of
+
+
+def install_saving_of_adapters(root: nn.Module) -> None:
+    """Let ``save_pretrained`` of the models below ``root`` that hold a model and its adapters gather what it writes."""
+    for module in root.modules():
+        adapted = getattr(module, "peft_config", None) and hasattr(module, "save_pretrained")
+        if adapted and not isinstance(module, PreTrainedModel):
+            module.save_pretrained = MethodType(_save_adapters, module)  # type: ignore[assignment]
+
+
+def _save_adapters(
+    model: Any, save_directory: str | os.PathLike, *args: Any, is_main_process: bool = True, **kwargs: Any
+) -> None:
+    """Write adapters to a folder, as ``PeftModel.save_pretrained`` does. Collective; rank 0 writes.
+
+    Raises:
+        ValueError: for ``path_initial_model_for_weight_conversion``, or if ranks pass different things.
+        RuntimeError: if not all ranks call it, or rank 0 could not write.
+    """
+    if kwargs.get("path_initial_model_for_weight_conversion"):
+        raise ValueError(
+            "path_initial_model_for_weight_conversion reads adapters into the model, which lies on several ranks; "
+            "save_pretrained(directory) without it, and convert in one process that reads what was written"
+        )
+    for unit in fsdp_units(model):
+        unit.reshard()  # a root that is gathered has other parameters
+    given = kwargs.pop("state_dict", None)
+    check_alike(given, [*args, kwargs])
+    whole = _gather_what_peft_writes(model) if given is None else gather(model, given)
+
+    def write() -> None:
+        directory = os.fspath(save_directory)
+        with name_of_code(type(model.get_base_model())):
+            type(model).save_pretrained(model, directory, *args, is_main_process=True, state_dict=whole, **kwargs)
+
+    raise_on_all(write if dist.get_rank() == 0 else lambda: None)
+
+
+def _gather_what_peft_writes(model: Any) -> dict[str, Any]:
+    wanted = {id(parameter) for parameter in adapters_of(model)}
+    wanted |= {id(parameter) for table in _tables(model) for parameter in table.parameters()}
+    frozen = {id(p) for n, p in model.named_parameters() if not (p.requires_grad or n.endswith("bias"))} - wanted
+    state = model.state_dict(keep_vars=True)
+    return {name: gather_on_rank_zero(as_stored(value)) for name, value in state.items() if id(value) not in frozen}
+
+
+def _tables(model: Any) -> list[nn.Module]:
+    base = model.get_base_model()
+    if not isinstance(base, PreTrainedModel):
+        return []
+    return [table for table in (base.get_input_embeddings(), base.get_output_embeddings()) if table is not None]
