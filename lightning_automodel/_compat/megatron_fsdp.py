@@ -103,3 +103,17 @@ def abandon_pass(wrapper: Any) -> None:
     for parameter in wrapper.raw_param.values():
         parameter.grad = None
     wrapper._root_pre_backward_hook_issued = False
+
+
+def check_gathers_of_backward(wrapper: Any, check: Callable[[], None]) -> None:
+    """Call ``check`` before the library gathers for a backward pass a unit that has the optimizer's parameters in
+    place, of which it knows nothing there.
+    """
+    own = wrapper.all_gather_and_wait_parameters_ready
+
+    def checked(*args: Any, bwd: bool = False, **kwargs: Any) -> None:
+        if bwd and wrapper.is_param_fsdp_distributed:
+            check()
+        own(*args, bwd=bwd, **kwargs)
+
+    wrapper.all_gather_and_wait_parameters_ready = checked

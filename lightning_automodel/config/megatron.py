@@ -17,7 +17,7 @@ class MegatronFSDPConfig(StageSwitches):
 
     Attributes:
         megatron_fsdp_unit_modules: import paths of the classes that are gathered and freed as one; ``None``: those of
-            the model's blocks.
+            the model's blocks outside of vision and audio towers, which a batch may pass over.
         zero_dp_strategy: 0: nothing is sharded; 1: optimizer states; 2: gradients too; 3: parameters too.
         init_fsdp_with_meta_device: shard a model before its weights exist. Refused: weights are loaded before sharding.
         grad_reduce_in_fp32: gradients narrower than float32 are reduced in float32.

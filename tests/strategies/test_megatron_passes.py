@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel import FSDP2TPStrategy, MegatronFSDPStrategy
 from lightning_automodel.testing.pool import Pool
 from tests.support.adapted import with_adapter
 from tests.support.layouts import LAYOUTS
@@ -424,6 +424,45 @@ class NeedsWholes(Descending):
 class Gathers(Descending):
     def on_train_batch_end(self, *args: Any) -> None:
         self.model.model.norm.weight.full_tensor()
+
+
+class FromWithin(PlainBackward):
+    """Goes back from what a hook has kept, before the loss or behind it, or by the strategy."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        kept: list[Tensor] = []
+        with self.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.append(output)):
+            loss = self.loss(batch)
+        losses = [kept[0].square().mean(), loss]
+        for each in reversed(losses) if self.way == "behind" else losses:
+            backward = self.manual_backward if self.way == "by strategy" else Tensor.backward
+            backward(each, retain_graph=True)
+        optimizer.step()
+
+
+def weights_from_within(strategy: Strategy) -> dict[str, Any]:
+    module = FromWithin("by strategy")
+    make_trainer(strategy, max_epochs=1).fit(module, batches(2 if isinstance(strategy, MegatronFSDPStrategy) else 1))
+    return {name: gather_part(parameter) for name, parameter in module.named_parameters()}
+
+
+def from_within(layout: str) -> dict[str, Any]:
+    for way in ("before", "behind"):
+        with pytest.raises(ValueError, match=r"began at a tensor that their model did not return.*manual_backward"):
+            make_trainer(LAYOUTS[layout].make(), max_epochs=1).fit(FromWithin(way), batches(2))
+    return weights_from_within(LAYOUTS[layout].make())
+
+
+@pytest.mark.parametrize("layout", ["megatron1-dp2", "megatron3-dp2"])
+def test_a_pass_from_within_is_the_strategys(layout: str, pool2: Pool) -> None:
+    found = pool2.run(from_within, layout, trainer=True)[0]
+    torch.testing.assert_close(found, weights_from_within(SingleDeviceStrategy()), rtol=1e-4, atol=1e-6)
 
 
 def meet_refusals(directory: Path) -> list[str]:

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_automodel.testing.pool import Pool
+from tests.exactness.test_composite import IMAGE, PATCHES
+from tests.exactness.test_composite import build as tiny_llava
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part, gradients_of
@@ -264,6 +266,21 @@ class FailsOnce(Adversaries):
         raise ArithmeticError
 
 
+class Sees(Own):
+    """Every second of its rows has an image, for a tower that other rows pass over."""
+
+    def build(self) -> nn.Module:
+        return tiny_llava().requires_grad_(True)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        words, number = (batch[0].abs() * 10).long() % IMAGE, int(batch[1])
+        if number % 2:
+            return self.model(input_ids=words, labels=words).loss
+        ids = torch.cat([torch.full((1, PATCHES), IMAGE), words], dim=1)
+        pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(number))
+        return self.model(input_ids=ids, labels=ids, pixel_values=pixels).loss
+
+
 CASES: list[type[Own]] = [
     Routed,
     Chosen,
@@ -275,6 +292,7 @@ CASES: list[type[Own]] = [
     RecomputedParts,
     InParts,
     FailsOnce,
+    Sees,
 ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_automodel.distributed.sequence_rows import Rows, average_grad, gather_whole
 from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
-from lightning_automodel.modules.forward import SharedByCopies
+from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.parallel.context.state import Pass, StreamOnRows
 from lightning_automodel.plans.context import ContextLayout, head_of
 
@@ -184,10 +184,15 @@ class HolderOnRows(SharedByCopies):
         self.arguments: list[str] = []
 
     def install(self, holder: nn.Module) -> None:
-        """Run these hooks in every forward pass of ``holder``."""
+        """Run these hooks in every forward pass of ``holder``; blocks that its code computes again find their rows."""
         self.arguments = _arguments(holder)
         holder.register_forward_pre_hook(self.enter, with_kwargs=True)
         holder.register_forward_hook(self.leave)
+        known = ("depth", "allowed", "shape", "rows", "batch", "row_masks")
+        keep_for_recomputation(holder, attributes_again(self.call, *known))
+        for stream in self.streams:
+            known = ("rows", "batch", "row_masks", "cut_already", "masks", "is_checkpointed")
+            keep_for_recomputation(holder, attributes_again(stream, *known))
 
     def enter(self, holder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Note the shape of what is read, which tells the dimension of the sequence; a cache is not written."""

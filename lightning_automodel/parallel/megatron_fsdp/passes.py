@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from lightning_automodel._compat.megatron_fsdp import check_gathers_of_backward
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.tensors import after_backward, is_accumulated_now, is_in_backward
 from lightning_automodel.distributed.second_order import refuse_second_order
@@ -50,7 +51,8 @@ class Passes:
         self._depth = 0
         self._is_backward = self._is_called = self._has_failed = False
         named = ((_of_library(n), p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
-        self._reached_again = ReachedAgain(named)
+        self._reached_again = ReachedAgain(named, self._check_begun)
+        check_gathers_of_backward(sharded.wrapper, self._check_begun)
         self._written = WrittenCopies()
         for module in modules:
             for part in _outside_of_units(module, sharded.units):
@@ -131,6 +133,17 @@ class Passes:
             self._is_backward = True
             self.sharded.begin_forward()
             after_backward(self._leave_gradient)
+
+    def _check_begun(self) -> None:
+        """Refuse a backward pass that began behind no output, of which nobody has told the library."""
+        if not self._is_backward:
+            self._has_failed = True
+            raise ValueError(
+                "a backward pass reached parameters that Megatron-FSDP shards, and began at a tensor that their model "
+                "did not return, such as one that a hook or an attribute has kept; use self.manual_backward(loss) in "
+                "place of loss.backward(), add that loss to one of what the model returns, or return the tensor "
+                "(output_hidden_states=True)"
+            )
 
     def _leave_gradient(self) -> None:
         self._is_backward = False

@@ -8,7 +8,7 @@ the last for that of all::
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ class ReachedAgain:
 
     Args:
         trained: those that compute, by name.
+        check: called when one is reached.
     """
 
-    def __init__(self, trained: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, trained: Iterable[tuple[str, Tensor]], check: Callable[[], None]) -> None:
+        self._check = check
         self._names = dict((parameter, name) for name, parameter in trained)
         self._calls: Counter[nn.Module] = Counter()
         self._reached: set[Tensor] = set()
@@ -49,6 +51,7 @@ class ReachedAgain:
         self._reached.clear()
 
     def _note(self, parameter: Tensor) -> None:
+        self._check()
         if parameter in self._reached and not is_handed_over_at_the_end(parameter):
             raise ValueError(
                 f"a backward pass reached {self._names[parameter]} twice, of which Megatron-FSDP would keep one "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_automodel._compat.pytree import tree_map_only
 from lightning_automodel.config.imports import import_classes_from_paths
-from lightning_automodel.modules.structure import find_independent_blocks
+from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.hidden_outputs import differentiable
 
 
@@ -29,6 +29,8 @@ def unit_classes(module: nn.Module, paths: Sequence[str] | None) -> list[type[nn
     """Find the classes that the library gathers as one: those named, else one of the blocks that all ranks call alike,
     and of the children of ``module`` that have none.
 
+    Those of towers (vision, audio) are none of them: a batch without images passes over all of one.
+
     Raises:
         ValueError: for a path that names nothing.
     """
@@ -36,7 +38,9 @@ def unit_classes(module: nn.Module, paths: Sequence[str] | None) -> list[type[nn
         return import_classes_from_paths(paths)
     found: list[nn.Module] = []
     for child in module.children():
-        found += find_independent_blocks(child).values() or [child]
+        blocks, towers = find_independent_blocks(child), list(find_towers(child))
+        outside = [block for name, block in blocks.items() if outermost(towers, name) is None]
+        found += outside or blocks.values() or [child]
     members = {"members": frozenset(map(id, found))}
     return [cast(type[nn.Module], _OfMembers("Unit", (nn.Module,), members))]
 
