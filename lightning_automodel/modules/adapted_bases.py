@@ -25,6 +25,15 @@ def forget_files(model: nn.Module, changed: Iterable[str]) -> None:
     vars(model)[_FROM_FILES] = vars(model).get(_FROM_FILES, frozenset()) - names
 
 
+def forget_files_below(module: nn.Module, changed: Iterable[str]) -> None:
+    """Forget parameters of ``module``, which holds the models that were read, by their present names in it."""
+    changed = list(changed)
+    for prefix, model in module.named_modules():
+        if _FROM_FILES in vars(model):
+            start = f"{prefix}." if prefix else ""
+            forget_files(model, (name.removeprefix(start) for name in changed if name.startswith(start)))
+
+
 def names_left_out(module: Any) -> set[str]:
     """Name the parameters of a LightningModule that its checkpoints leave out; none if it says ``saves_base``."""
     return set() if getattr(module, "saves_base", False) else set(_bases(module))

@@ -19,12 +19,13 @@ from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe
 from lightning_automodel.checkpointing.folder import GRADIENTS
 from lightning_automodel.checkpointing.names import prefix_of, stored_names
 from lightning_automodel.checkpointing.staging import remove_checkpoint
-from lightning_automodel.checkpointing.states import restore_model
+from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.logs import logger
-from lightning_automodel.modules.adapted_bases import names_left_out
+from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out
 from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
+from lightning_automodel.strategies.checkpoints.bases import FrozenBases
 from lightning_automodel.strategies.checkpoints.newest import Replacement
 from lightning_automodel.strategies.checkpoints.own_loading import load_through
 from lightning_automodel.strategies.checkpoints.plateaus import MONITORED, go_on_monitoring, monitored_numbers
@@ -53,6 +54,7 @@ class SavingStrategy(OnMesh):
         self._restoration = checkpoints.Restoration()
         self._replacement = Replacement()
         self._seen = SeenSamples()
+        self._bases = FrozenBases()
 
     def choose_checkpoints(self, distributed: bool, in_background: bool, skips_damaged: bool) -> None:
         """Choose folders or plain files, whether training goes on while a folder is written, and what "last" means.
@@ -85,6 +87,7 @@ class SavingStrategy(OnMesh):
         if not self._has_begun:
             return super().lightning_module_state_dict()
         self.check_all_end()
+        self._bases.let_changes_be_saved(self._module)
         return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
     @override
@@ -207,7 +210,9 @@ class SavingStrategy(OnMesh):
         module = self._module
 
         def read(source: Mapping[str, Any], strict: bool) -> None:
-            restore_model(module, source, strict, names_left_out(module))
+            left_out, held = names_left_out(module), {clean_name(name) for name in source}
+            restore_model(module, source, strict, left_out)
+            forget_files_below(module, [name for name in left_out if clean_name(name) in held])
 
         def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
             load_through(module, checkpoint["state_dict"], strict, read)

@@ -1,0 +1,104 @@
+"""A frozen base that a run changes, as ReLoRA does, is in its checkpoints, and in those of the runs that go on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel.checkpointing.names import stored_names
+from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.testing.pool import Pool
+from tests.adapters.test_configure_model import Adapted, lora
+from tests.support.layouts import LAYOUTS
+from tests.support.subjects import gather_part
+from tests.support.training import batches, make_trainer, tiny_llama
+
+STEPS, CHANGES_AT = 4, 1
+CHANGED = "q_proj.base_layer.weight"
+
+
+class Merging(Adapted):
+    """Adds to its base what the adapters of a projection give, and lets these begin anew."""
+
+    def __init__(self, directory: Path, changes_at: int | None = CHANGES_AT) -> None:
+        super().__init__(directory, lora, keeps_gradients=False)
+        self.changes_at = changes_at
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step != self.changes_at:
+            return
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith(CHANGED):
+                    parameter.mul_(0.5)
+                elif ".q_proj.lora_B" in name:
+                    parameter.zero_()
+
+
+class Thawed(Adapted):
+    """Trains a part of its base for a step."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, lora, keeps_gradients=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(CHANGED):
+                parameter.requires_grad_(self.trainer.global_step == 0)
+
+
+def fit(module: Adapted, layout: str, steps: int, begins_from: Path | None = None) -> Any:
+    trainer = make_trainer(LAYOUTS[layout].make(), max_steps=steps)
+    trainer.fit(module, batches(LAYOUTS[layout].data_size), ckpt_path=begins_from)
+    return trainer
+
+
+def whole_of(module: Adapted) -> dict[str, Tensor | None]:
+    return {name: gather_part(parameter) for name, parameter in module.named_parameters()}
+
+
+def unbroken_and_resumed(
+    kind: type[Adapted], directory: Path, first: str, second: str
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None], list[set[str]]]:
+    """Parameters of both, and the names in two checkpoints: of the first run, and of the one that went on."""
+    unbroken = kind(directory / "base")
+    fit(unbroken, first, STEPS)
+    paths = [directory / "first.ckpt", directory / "second.ckpt"]
+    fit(kind(directory / "base"), first, 2).save_checkpoint(paths[0])
+    fit(kind(directory / "base"), second, 3, paths[0]).save_checkpoint(paths[1])
+    resumed = kind(directory / "base")
+    fit(resumed, first, STEPS, paths[1])
+    return whole_of(unbroken), whole_of(resumed), [stored_names(Location.of(p)) for p in paths]
+
+
+WAYS = [("fsdp2-dp2", "ddp-2"), ("fsdp2-tp2", "fsdp2-tp2"), ("ddp-2", "fsdp2-dp2"), ("megatron3-dp2", "fsdp2-dp2")]
+
+
+@pytest.mark.parametrize(("kind", "way"), [*((Merging, way) for way in WAYS), (Thawed, WAYS[0])])
+def test_a_base_that_changes_is_saved(kind: type[Adapted], way: tuple[str, str], tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path / "base")
+    unbroken, resumed, names = pool2.run(unbroken_and_resumed, kind, tmp_path, *way, trainer=True)[0]
+    assert unbroken.keys() == resumed.keys()
+    for name, value in unbroken.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
+    for found in names:
+        bases = {name for name in found if ".base_layer." in name}
+        assert bases
+        assert all(name.endswith(CHANGED) for name in bases)
+
+
+def names_of_unchanged(directory: Path) -> set[str]:
+    fit(Merging(directory / "base", None), "fsdp2-dp2", 2).save_checkpoint(directory / "unchanged.ckpt")
+    return stored_names(Location.of(directory / "unchanged.ckpt"))
+
+
+def test_a_base_that_stays_is_not(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path / "base")
+    names = pool2.run(names_of_unchanged, tmp_path, trainer=True)[0]
+    assert names
+    assert not any(".base_layer." in name for name in names)
