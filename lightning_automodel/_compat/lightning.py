@@ -11,9 +11,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection as d
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import (
-    ThroughputMonitor,
-)
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as register_comm_hook
 from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
 from torch import nn

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from lightning_automodel._compat.loading import revert_weight_conversion
-from lightning_automodel.modules.structure import class_names, find_blocks, outermost
+from lightning_automodel.modules.structure import class_names, find_blocks, name_in_source, outermost
 
 INDEX = "model.safetensors.index.json"
 Fetch = Callable[[str], Tensor | None]
@@ -110,7 +110,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 @contextmanager
 def name_of_code(kind: type) -> Generator[None, None, None]:
     """Give ``kind`` the name that its source has, which libraries write into configs."""
-    name, kind.__name__ = kind.__name__, kind.__name__.removeprefix("FSDP")
+    name, kind.__name__ = kind.__name__, name_in_source(kind)
     try:
         yield
     finally:

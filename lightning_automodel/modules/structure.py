@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -184,10 +185,13 @@ def outermost(names: list[str], name: str) -> str | None:
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """Lists the names of the model's class and of its bases, most special first, without the prefix that FSDP2
-    gives.
-    """
-    return [kind.__name__.removeprefix("FSDP") for kind in type(model).__mro__]
+    """Lists the names of the model's class and of its bases, most special first, as their sources have them."""
+    return [name_in_source(kind) for kind in type(model).__mro__]
+
+
+def name_in_source(kind: type) -> str:
+    """Return the name of a class; of one that FSDP2 made (``FSDPName``), that of the class of which it did."""
+    return kind.__bases__[-1].__name__ if FSDPModule in kind.__bases__ else kind.__name__
 
 
 def text_config(model: nn.Module) -> Any:

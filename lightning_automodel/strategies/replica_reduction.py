@@ -78,7 +78,8 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
         self._averages_itself = False
         if self._hooks is not None:
             self._begin_passes(self._hooks)
-        if self._has_failed or self._trained().keys() != self._reduced.keys():  # or another adapter is in use
+        # Behind a failed pass; a callback unfroze a layer, or another adapter is in use.
+        if self._has_failed or self._trained().keys() != self._reduced.keys():
             self._wrap_again()
         handle = self._module.register_forward_hook(self._end_forward)
         self._is_stepping = self._module.automatic_optimization  # its gradients are reduced with those of its loss

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.pytree import tree_map
 from lightning_automodel._compat.tensors import TorchDispatchMode, version_of, without_modes
-from lightning_automodel.distributed.random_numbers import generator_states
+from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
 from lightning_automodel.parallel.tensor.traces import (
     NARROW,
@@ -156,14 +156,13 @@ def _compare(
 
 def _numbers_of(run: Callable[[], list[Tensor]], watch: "_Watch") -> list[Tensor]:
     """Return what ``run`` gives, or nothing where it cannot be computed with such weights."""
-    states, of_python = generator_states(), random.getstate()
+    places, of_python = places_of_generators(), random.getstate()
     try:
         return run()
     except Exception:  # a kernel for narrow numbers alone, a check of values
         return []
     finally:
-        watch.draws |= of_python != random.getstate()
-        watch.draws |= not all(map(torch.equal, states, generator_states()))
+        watch.draws |= of_python != random.getstate() or places != places_of_generators()
         random.setstate(of_python)
 
 
