@@ -30,7 +30,7 @@ from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.experts.adapters import take_factors
-from lightning_automodel.parallel.experts.check import check_rows
+from lightning_automodel.parallel.experts.check import check_experts
 from lightning_automodel.parallel.experts.dispatch import (
     Dispatcher,
     Routes,
@@ -83,8 +83,7 @@ class ExpertParallel:
             ValueError: if tokens cannot travel to them, with the reason and the way out.
         """
         found = find_experts(model, axes.shards, axes.ep.size())
-        for experts in {type(unwrapped(model.get_submodule(e.name))): e for e in found.values()}.values():
-            check_rows(unwrapped(model.get_submodule(experts.name)), experts)
+        check_experts(model, found.values())
         return cls(axes, found) if found else None
 
     def divide(self, model: nn.Module, dispatcher: Dispatcher | None = None) -> None:

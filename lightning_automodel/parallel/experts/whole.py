@@ -20,7 +20,7 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import is_wrapper
-from lightning_automodel.parallel.experts.check import check_rows
+from lightning_automodel.parallel.experts.check import check_experts
 from lightning_automodel.parallel.experts.dispatch import one_expert_per_row, select
 from lightning_automodel.parallel.experts.seam import mark_as_seam, routed
 from lightning_automodel.plans import Layout
@@ -44,8 +44,8 @@ def find_whole_experts(model: nn.Module, layout: Layout, tp: int) -> dict[str, S
         if not whole:
             continue
         _check(model, experts, whole, tp)
-        check_rows(module, experts)
         found[name] = experts
+    check_experts(model, found.values())
     return found
 
 

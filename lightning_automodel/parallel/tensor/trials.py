@@ -29,16 +29,6 @@ from lightning_automodel._compat.pytree import tree_map
 from lightning_automodel._compat.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
-from lightning_automodel.parallel.tensor.traces import (
-    NARROW,
-    WithoutDropout,
-    floating,
-    fresh,
-    in_float32,
-    leaving_no_trace,
-    left_behind,
-    refuse_gradients,
-)
 from lightning_automodel.parallel.tensor.trial_weights import (
     Tried,
     draw_weights,
@@ -49,6 +39,16 @@ from lightning_automodel.parallel.tensor.trial_weights import (
     without_collectives,
 )
 from lightning_automodel.parallel.tensor.twins import is_draw
+from lightning_automodel.parallel.traces import (
+    NARROW,
+    WithoutDropout,
+    floating,
+    fresh,
+    in_float32,
+    leaving_no_trace,
+    left_behind,
+    refuse_gradients,
+)
 from lightning_automodel.plans.linearity import tensors
 from lightning_automodel.plans.selection import wildcard
 

@@ -77,7 +77,7 @@ class WeightsInside(nn.Module):
 def test_weights_that_are_not_applied_last() -> None:
     holder = nn.ModuleDict({"experts": WeightsInside()})
     found = find_experts(holder, 2, 2)
-    with pytest.raises(ValueError, match="not the sum of what its experts return, times the weights"):
+    with pytest.raises(ValueError, match="not the sum of what its experts return of each row alone, times"):
         check_rows(holder["experts"], found["experts"])
 
 
