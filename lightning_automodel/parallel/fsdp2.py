@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lightning_automodel._compat.dtensor import let_data_be_given
 from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_local
 from lightning_automodel._compat.fsdp2 import fsdp_units, holds_several_dtypes
+from lightning_automodel._compat.fsdp2_root import begin_with_root
 from lightning_automodel._compat.groups import concatenated_once
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
@@ -150,19 +151,24 @@ def apply_fsdp2(
     shard_unit([model], rest, mesh, mp_policy, in_float32, None, offload, elsewhere, fully_shard_fn)
     if axes.experts is not None:
         shard_experts(experts, axes, inside, in_float32, offload, freed)
+    begin_with_root(model)
     communicate_over_gloo(model, mesh)
     watch_gathered(model)
     if towers or reads_more_than_text(model):
         differentiate_stream(model, towers)
-    for end in embedding.values():
-        assert isinstance(end, FSDPModule)
-        end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
+    _leave_free_in_backward(embedding)
     log(f"{class_names(model)[0]}: FSDP2 shards {len(units)} units and the rest over {mesh}, {mp_policy}")
     if config.enable_fsdp2_prefetch:
         depths = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
         forward, backward = ([next(iter(unit.values())) for unit in kind] for kind in (units, grouped))
         nested = {next(iter(unit.values())): list(experts_inside(unit, experts).values()) for unit in units}
         set_prefetch(forward, backward, *depths, inside=nested)
+
+
+def _leave_free_in_backward(embedding: Mapping[str, nn.Module]) -> None:
+    for end in embedding.values():
+        assert isinstance(end, FSDPModule)
+        end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
 
 
 def _check_scalars(model: nn.Module, elsewhere: set[nn.Parameter]) -> None:

@@ -49,7 +49,7 @@ from lightning_automodel.parallel.experts import ExpertParallel
 from lightning_automodel.parallel.experts.whole import find_whole_experts, route_to_own_experts
 from lightning_automodel.parallel.float8 import apply_float8
 from lightning_automodel.parallel.freed_memory import keep_freed_memory
-from lightning_automodel.parallel.lone_encoder import run_encoder_inside
+from lightning_automodel.parallel.lone_parts import run_parts_inside
 from lightning_automodel.parallel.random_passes import data_rank_of, draw_from
 from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel, install_copies
 from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
@@ -102,7 +102,7 @@ def apply_stages(
     if layout is not None:
         install_copies(model, axes.tp.get_group(), layout)  # around what chooses rows for experts
     install_loss(model, axes.tp, config)
-    run_encoder_inside(model)
+    run_parts_inside(model)
     if context is not None:
         context.install_inside()
     if config.enable_async_tensor_parallel:

@@ -124,11 +124,12 @@ def known_rules(model: nn.Module) -> Rules:
 
 
 def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
-    """Tells whether tensor parallelism splits ``model``: one of transformers (without a plan, that is an error), or a
-    module
-    for which rules are known, or some of the user's match. Others are layers beside models, whole on every rank.
+    """Tells whether tensor parallelism splits ``model``: rules are known for it, or some of the user's match.
+
+    Others are layers and encoders beside models, whole on every rank; without a plan a model of transformers with a
+    head, which may be large, is an error.
     """
-    if isinstance(model, PreTrainedModel) or known_rules(model):
+    if known_rules(model) or (isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None):
         return True
     rules = {rule: style for rule, style in _resolve(custom, model).items() if rule != EXTENDS}
     return bool(rules) and len(_unused(rules, model)) < len(rules)

@@ -99,6 +99,7 @@ ATTRIBUTES = {
         "_auto_reshard_after_forward",
         "_comm_ctx",
         "_is_root",
+        "_lazy_init",
         "_modules_to_run_forward",
         "_register_pre_backward_hook",
         "_root_post_backward_final_callback",

@@ -596,10 +596,11 @@ class ReadsWhatIsKept(Noted):
 
 
 class OutsideOfForward(Noted):
-    """Embeds its tokens itself."""
+    """Embeds its tokens itself, by the parameter."""
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        return self.model(inputs_embeds=self.model.get_input_embeddings()(batch[0]), labels=batch[0]).loss
+        embedded = functional.embedding(batch[0], self.model.get_input_embeddings().weight)
+        return self.model(inputs_embeds=embedded, labels=batch[0]).loss
 
 
 class Writing(nn.Module):

@@ -1,0 +1,81 @@
+"""Runs a part that is called by itself inside of a forward pass of its model, whose hooks put parameters in place.
+
+::
+
+    embedding(ids)         -->  model(ids): its hooks gather --> the embedding's own forward --> its hooks
+    model(inputs_embeds=...)
+
+So do an encoder in ``generate``, a vision tower in ``get_image_features``, and in the code of a user's the embedding,
+the decoder without its head, or the head. Parts are what stands outside of blocks: of what is in blocks a model has
+much, and each of it would ask in each pass.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel._compat.modules import hook_tables_of
+from lightning_automodel.modules.forward import wrap_forward
+from lightning_automodel.modules.structure import CONTAINERS, find_blocks, outermost
+from lightning_automodel.parallel.hooks_of_users import is_of_user
+
+_MODEL = "_model_of_this_part"
+_RUNNING = "_forward_pass_is_running"
+_INSTEAD = "_forward_of_a_part_instead"
+
+
+def run_parts_inside(model: nn.Module) -> None:
+    """Make calls of parts of ``model`` outside of its forward pass gather what they need.
+
+    A model without blocks is called as a whole.
+    """
+    blocks = list(find_blocks(model))
+    parts = [part for name, part in model.named_modules() if name and outermost(blocks, name) is None]
+    parts = [part for part in parts if not isinstance(part, CONTAINERS) and any(True for _ in part.parameters())]
+    if not blocks or not parts:
+        return
+    wrap_forward(model, _around_model)
+    for part in parts:
+        part.__dict__[_MODEL] = model  # no child, and a deep copy of the model has its own
+        wrap_forward(part, _around_part)
+
+
+def _around_model(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    instead = model.__dict__.pop(_INSTEAD, None)
+    if model.__dict__.get(_RUNNING):
+        return forward(*args, **kwargs)
+    model.__dict__[_RUNNING] = True
+    try:
+        return (instead or forward)(*args, **kwargs)
+    finally:
+        model.__dict__[_RUNNING] = False
+
+
+def _around_part(part: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    model = part.__dict__[_MODEL]
+    if model.__dict__.get(_RUNNING):
+        return forward(*args, **kwargs)
+    model.__dict__[_INSTEAD] = forward
+    try:
+        with _without_hooks_of_users(model):
+            return model(*args, **kwargs)
+    finally:
+        model.__dict__.pop(_INSTEAD, None)
+
+
+@contextmanager
+def _without_hooks_of_users(model: nn.Module) -> Generator[None, None, None]:
+    """Take the hooks that a user has around ``model`` itself away within this context: it is not called by its user."""
+    tables: list[tuple[dict, dict]] = [(table, dict(table)) for table in hook_tables_of(model)]
+    for table, before in tables:
+        for key in [key for key, hook in before.items() if is_of_user(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            now = dict(table)
+            table.clear()
+            table.update(before | now)
