@@ -240,6 +240,34 @@ def _watch_gathering() -> None:
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
 
 
+_REDUCTIONS = (
+    *("all", "amax", "amin", "any", "argmax", "argmin", "linalg_vector_norm", "max", "mean", "min", "norm", "prod"),
+    *("std", "sum", "var", "_foreach_norm"),
+)
+
+
+@functools.cache
+def watch_reductions(check: Callable[[DTensor], None]) -> None:
+    """Call ``check(tensor)`` from now on before an operation that makes fewer numbers of those of a DTensor."""
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, DTensor):
+                check(leaf)
+        del _HANDLERS[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            _HANDLERS[op] = handle
+
+    for name in _REDUCTIONS:
+        packet = getattr(torch.ops.aten, name)
+        for op in (getattr(packet, overload) for overload in packet.overloads()):
+            names = [argument.name for argument in op._schema.arguments]
+            if "other" not in names and not any(argument.is_out for argument in op._schema.arguments):
+                _HANDLERS[op] = handle
+
+
 def dtensor_from(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:

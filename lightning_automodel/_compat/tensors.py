@@ -125,6 +125,17 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def let_last_hook_run_first(tensor: Tensor) -> None:
+    """Let what ``register_hook`` was given last see gradients of ``tensor`` before what it was given earlier.
+
+    A view would give it them first, too, but is no part of the graph of what was computed from ``tensor`` until now.
+    """
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    *before, last = hooks.items()
+    hooks.clear()
+    hooks.update([last, *before])
+
+
 _READS = "_reads_of_data"
 
 

@@ -1,6 +1,7 @@
 """Activation checkpointing of blocks: what the backward pass needs is saved in part and computed again in part.
 
-What is computed again sees the parameters, the sequence length, the random numbers and the routes of the forward pass.
+What is computed again sees the parameters, the sequence length, the random numbers, the routes and the buffers of the
+forward pass.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from lightning_automodel.modules.forward import (
     recomputation_context,
     wrap_forward,
 )
+from lightning_automodel.modules.kept_states import KeptState
 from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_towers, outermost, tower_modalities
 from lightning_automodel.parallel.selective_checkpoint import SELECTIVE, Contexts, keeping_routes, saving
 
@@ -140,8 +142,10 @@ def _checkpoint(
 ) -> Any:
     if torch.compiler.is_compiling():  # the graph holds both passes: nothing has to be put in place again
         return function(forward, *args, use_reentrant=False, **in_graph)
-    as_now = recomputation_context(module.__dict__[_BLOCK])
-    return function(forward, *args, use_reentrant=False, context_fn=lambda: _nested(eager, as_now))
+    as_now, kept = recomputation_context(module.__dict__[_BLOCK]), KeptState(module)
+    output = function(forward, *args, use_reentrant=False, context_fn=lambda: _nested(eager, as_now, kept.again))
+    kept.settle()
+    return output
 
 
 # ---- transformers' own switches --------------------------------------------------------------------------------------
@@ -236,14 +240,14 @@ def is_checkpointed(block: nn.Module) -> bool:
     return _CHOSEN in block.__dict__ or (has_switch(block) and bool(block.gradient_checkpointing))
 
 
-def _nested(contexts: Sequence[Contexts], as_now: Context) -> tuple[Nested, Nested]:
+def _nested(contexts: Sequence[Contexts], *as_now: Context) -> tuple[Nested, Nested]:
     """Nests contexts for the forward pass and the recomputation, whose setup must stay unseen by what watches
     operations.
     """
     pairs = [make() for make in contexts]
     forward: list[Context] = [lambda pair=pair: pair[0] for pair in pairs]  # type: ignore[misc]
     again: list[Context] = [lambda pair=pair: pair[1] for pair in pairs]  # type: ignore[misc]
-    return Nested(forward), Nested([as_now, *again])
+    return Nested(forward), Nested([*as_now, *again])
 
 
 def _may_route(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from lightning_automodel._compat.transformers import (
 )
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import wrap_forward
+from lightning_automodel.modules.kept_states import has_been_watched, may_keep_something
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks
 from lightning_automodel.parallel.activation_checkpoint import has_cache, is_checkpointed, without_cache
 from lightning_automodel.parallel.experts.seam import holds_seam, is_seam
@@ -109,7 +110,7 @@ class _CompiledForward:
 
     def run(self, block: nn.Module, whole: bool, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run ``forward``, of ``block`` or of a part of it, in one graph (``whole``) or in several."""
-        if _is_eager(block):
+        if _is_eager(block) or (whole and _keeps_something(block)):
             return forward(*args, **kwargs)
         if block.training:
             kwargs = without_cache(kwargs)
@@ -136,6 +137,15 @@ def _is_eager(block: nn.Module) -> bool:
         warn_once(_cannot_write(block))
         return True
     return False
+
+
+def _keeps_something(block: nn.Module) -> bool:
+    """Tell whether a pass that trains changes buffers, which a graph of both passes would change twice."""
+    if not (block.training and torch.is_grad_enabled() and may_keep_something(block)):
+        return False
+    if has_been_watched(block):
+        warn_once(_cannot_keep(block))
+    return True
 
 
 def overlap_tensor_parallel(tp_mesh: DeviceMesh) -> None:
@@ -177,6 +187,13 @@ def _cannot_write(block: nn.Module) -> str:
     return (
         f"a child of a {class_names(block)[0]} multiplies what enters it by noise, in place, behind a collective: "
         "a compiled graph would not write into the tensor before it, so training passes run uncompiled"
+    )
+
+
+def _cannot_keep(block: nn.Module) -> str:
+    return (
+        f"the forward pass of a {class_names(block)[0]} changes what it keeps (a buffer, a counter), which a compiled "
+        "block with activation checkpointing would change twice: its training passes run uncompiled"
     )
 
 

@@ -401,6 +401,25 @@ class GivesData(Descending):
             parameter.data = parameter.data * 0.9
 
 
+class Centers(Descending):
+    """Takes the mean of each row from gradients, of which tensor parallelism has a part."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for gradient in (parameter.grad for parameter in self.parameters()):
+            if gradient is not None and gradient.ndim > 1:
+                gradient.sub_(gradient.mean(dim=1, keepdim=True))
+
+
+class ClipsByHand(Descending):
+    """Clips by torch's function where no hook of Lightning runs."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 class Noisy(Descending):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
@@ -484,6 +503,9 @@ def meet_refusals(directory: Path) -> list[str]:
     for name in ("megatron2-dp2", "megatron3-tp2"):
         with pytest.raises(ValueError, match="randn_like on a parameter or gradient that Megatron-FSDP shards"):
             make_trainer(LAYOUTS[name].make(), max_epochs=1).fit(Noisy(), batches(LAYOUTS[name].data_size))
+    for each in (Centers, ClipsByHand):
+        with pytest.raises(ValueError, match="which tp has cut, would be that of this rank's part"):
+            make_trainer(LAYOUTS["megatron3-tp2"].make(), max_epochs=1).fit(each(), batches(1))
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 4}
     with pytest.raises(ValueError, match="on_after_backward or backward names gradients, and Megatron-FSDP keeps"):
         make_trainer(layout.make(), **settings).fit(BehindEachBackward(), batches(layout.data_size))

@@ -249,6 +249,31 @@ class Coder(nn.Module):
         return self.decoder(self.encoder(x).tanh())
 
 
+class HooksOutputs(Own):
+    """Halves, behind the forward pass, the gradients of what the model returned and has gone on with."""
+
+    def build(self) -> nn.Module:
+        class Body(nn.Module):
+            def __init__(self, as_dict: bool) -> None:
+                super().__init__()
+                self.first, self.last, self.as_dict = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), as_dict
+
+            def forward(self, x: Tensor) -> Any:
+                hidden = self.first(x).tanh()
+                loss = self.last(hidden).square().mean()
+                return {"loss": loss, "hidden": hidden} if self.as_dict else (loss, hidden)
+
+        return nn.ModuleList([Body(as_dict=False), Body(as_dict=True)])
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        first, hidden = self.model[0](batch[0])
+        second = self.model[1](hidden)
+        for tensor in (hidden, second["hidden"]):
+            tensor.register_hook(lambda gradient: gradient / 2)
+        [gradient] = torch.autograd.grad(second["loss"], second["hidden"], retain_graph=True)
+        return first + second["loss"] + (second["hidden"] * gradient).sum()
+
+
 class FailsOnce(Adversaries):
     """A backward pass ends in its middle, and is done again."""
 
@@ -292,6 +317,7 @@ CASES: list[type[Own]] = [
     RecomputedParts,
     InParts,
     FailsOnce,
+    HooksOutputs,
     Sees,
 ]
 

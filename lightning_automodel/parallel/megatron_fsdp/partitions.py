@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor import refuse_gathering
+from lightning_automodel._compat.dtensor import refuse_gathering, watch_reductions
 from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import to_local_if_dtensor
@@ -30,6 +30,27 @@ def refuse_operations(mesh: DeviceMesh, dp: int, tp: int) -> None:
         refuse_draws(mesh)
     if dp > 1:
         refuse_gathering(mesh, _NOT_GATHERED)
+
+
+_CUT: dict[DeviceMesh, set[torch.Size]] = {}
+
+
+def refuse_reductions(mesh: DeviceMesh, shapes: set[torch.Size]) -> None:
+    """Refuse sums, means, maxima and norms of tensors over ``mesh`` that have a shape of ``shapes``: those of slices of
+    tensor parallelism, of which the mesh does not know. What code asks the strategy for is computed elsewhere.
+    """
+    _CUT[mesh] = shapes
+    watch_reductions(_refuse_of_slices)
+
+
+def _refuse_of_slices(tensor: DTensor) -> None:
+    if tensor.shape in _CUT.get(tensor.device_mesh, ()):
+        raise ValueError(
+            f"a sum, mean, maximum or norm of a tensor of shape {tuple(tensor.shape)}, which tp has cut, would be that "
+            "of this rank's part: Megatron-FSDP knows the data ranks alone; take the norm of a gradient or parameter "
+            "itself in a hook (p.grad.norm()), clip by self.clip_gradients(optimizer), or use FSDP2TPStrategy, where "
+            "such numbers are those of whole tensors"
+        )
 
 
 def describe_shards(

@@ -18,12 +18,16 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.megatron_fsdp import check_gathers_of_backward
 from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.tensors import after_backward, is_accumulated_now, is_in_backward
+from lightning_automodel._compat.tensors import (
+    after_backward,
+    is_accumulated_now,
+    is_in_backward,
+    let_last_hook_run_first,
+)
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.megatron_fsdp.reentrant import ReachedAgain
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
-from lightning_automodel.parallel.megatron_fsdp.units import viewed
 from lightning_automodel.parallel.written_copies import WrittenCopies
 from lightning_automodel.parallel.written_weights import refuse_written_weights
 
@@ -108,7 +112,6 @@ class Passes:
         self._depth -= 1
         if self._depth > 0 or self._is_backward:
             return output
-        output = viewed(output)
         begins = differentiable(output)
         is_trained = bool(begins) and not self.is_read
         self.sharded.end_forward(is_trained)
@@ -116,6 +119,8 @@ class Passes:
             self._written.note(self.sharded.wrapper.raw_param.items())
         if begins:
             register_multi_grad_hook(begins, self._begin_if_called, mode="any")
+            for tensor in begins:  # before the library's hooks
+                let_last_hook_run_first(tensor)
         return output
 
     def _begin_if_called(self, gradient: Tensor) -> None:

@@ -29,7 +29,12 @@ from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
 from lightning_automodel.parallel.megatron_fsdp.library import shard
 from lightning_automodel.parallel.megatron_fsdp.norms import Norms
 from lightning_automodel.parallel.megatron_fsdp.order import Calls, ReductionsInOrder
-from lightning_automodel.parallel.megatron_fsdp.partitions import count_rows, describe_shards, refuse_operations
+from lightning_automodel.parallel.megatron_fsdp.partitions import (
+    count_rows,
+    describe_shards,
+    refuse_operations,
+    refuse_reductions,
+)
 from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
 from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
 from lightning_automodel.parallel.megatron_fsdp.windows import WindowGradients
@@ -83,6 +88,9 @@ class ShardedModules:
         starts, copies = describe_shards(
             self._parameters, slices, self.wrapper.raw_param, dp_mesh, tp_mesh, config.zero_dp_strategy > 0
         )
+        if tp_mesh.size() > 1:
+            cut = self._parameters.keys() - set(self._whole)
+            refuse_reductions(self._mesh, {self._parameters[name].shape for name in cut})
         self.norms = Norms(self._parameters, copies, self._mesh, tp_mesh.size())
         if dtypes.main is not None:
             self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.pytree import tree_map_only
 from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.hidden_outputs import differentiable
@@ -62,7 +61,8 @@ class _Shown(tuple):
 
 
 def show_outputs(units: Iterable[nn.Module]) -> None:
-    """Show the library the tensors of what units return from now on, if it would not find them: in dicts and objects.
+    """Show the library the tensors of what units return from now on, if it would not find them (in dicts and objects),
+    or would return views of several, with which those that were computed from each other have no more to do.
 
     It gathers a unit for its backward pass where a gradient reaches a tensor, or a member of a tuple or a list. Called
     before the library puts its hooks on the units, and :func:`take_outputs` afterwards.
@@ -77,22 +77,13 @@ def take_outputs(units: Iterable[nn.Module]) -> None:
         unit.register_forward_hook(_take)
 
 
-def viewed(output: Any) -> Any:
-    """View tensors once more: a gradient meets hooks on them before those on what they are views of.
-
-    Not those of other classes: logits that a loss computes later know no views.
-    """
-    return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor) if type(tensor) is Tensor else tensor, output)
-
-
 @torch.compiler.disable
 def _show(unit: nn.Module, args: tuple, output: Any) -> Any:
     found = differentiable(output)
     seen = [output] if isinstance(output, Tensor) else output if isinstance(output, tuple | list) else []
-    if all(any(tensor is each for each in seen) for tensor in found):
+    if len(found) <= 1 and all(any(tensor is each for each in seen) for tensor in found):
         return output
-    output = viewed(output)
-    shown = _Shown(differentiable(output))
+    shown = _Shown(tensor for tensor in found if not any(tensor is given for given in args))
     shown.output = output
     return shown
 
