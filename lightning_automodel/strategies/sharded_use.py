@@ -14,11 +14,12 @@ _WRITTEN = (
 )
 _OUTSIDE = (
     "a part of a sharded model, or one of its parameters, meets plain tensors outside of the model's own forward pass, "
-    "which alone gathers them. Call the model itself, or put what uses the part into an nn.Module whose forward uses "
-    "it; of a parameter take parameter.full_tensor(), before the model is called (for a penalty on weights, or "
-    "functional.embedding(ids, embedding.weight.full_tensor()), for example). What averages parameters into those of "
-    "another model (a momentum encoder, a teacher) belongs before the first forward pass of the step, too, or into "
-    "on_train_batch_start: behind it some of them are whole copies until the backward pass"
+    "which alone gathers them. Call the model itself, or put what uses the part into its forward pass, by a subclass "
+    "of its class (the forward pass of a module around the model is outside of it, too); of a parameter take "
+    "parameter.full_tensor(), before the model is called (for a penalty on weights, or functional.embedding(ids, "
+    "embedding.weight.full_tensor()), for example). What averages parameters into those of another model (a momentum "
+    "encoder, a teacher) belongs before the first forward pass of the step, too, or into on_train_batch_start: behind "
+    "it some of them are whole copies until the backward pass"
 )
 _BY_INDICES = (
     "shards do not take values by a mask or by indices (tensor[mask] = value); use "
