@@ -226,7 +226,7 @@ def _taking_caches(model: nn.Module) -> Iterator[nn.Module]:
     """Find the outermost modules around blocks that a user may give a cache of keys and values."""
     ends = list(find_blocks(model))
     for name, module in model.named_modules():
-        if outermost(ends, name) is None and not set(_CACHES).isdisjoint(_arguments(module)):
+        if outermost(ends, name) is None and not {*_CACHES, "cache"}.isdisjoint(_arguments(module)):
             yield module
             ends.append(name)
             if module is model:
