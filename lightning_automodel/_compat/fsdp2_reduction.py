@@ -83,6 +83,7 @@ class _Reduction:
         self.ranks = math.prod(sizes)
         self.flags = _Flags(group.mesh_info)
         self.absent: dict[Any, list[tuple[_Sums, int]]] = {}  # parameters that had none before, with where to look
+        self.given: dict[Any, tuple[int, int]] = {}  # what the reduction gave to these
 
     def run(self, post_backward: Callable, *unused: Any) -> None:
         """Run FSDP2's own ``post_backward`` with zeros for what this rank lacks, and with the flags."""
@@ -96,6 +97,7 @@ class _Reduction:
             self._note_what_waits()
             return
         self.note(self.number, takes_part, [held.sharded_param for held in trained])
+        self._keep_what_others_gave()
         has = [gradient_of(held) is not None for held in trained]
         sums = self.flags.mark(_marked(has, complete(group, trained), group.device))
         for held in (held for held, there in zip(trained, has, strict=True) if not there):
@@ -107,6 +109,7 @@ class _Reduction:
         for i, held in enumerate(trained):
             if held in self.absent:  # a model that was called twice is reduced twice
                 self.absent[held].append((sums, i))
+                self.given[held] = _state_of_gradient(held)
 
     @contextmanager
     def _with_flags(self) -> Generator[None, None, None]:
@@ -125,13 +128,22 @@ class _Reduction:
     def end(self, finalize_backward: Callable) -> None:
         """Take away the zeros of parameters that no rank has used, when the sums are there; waits for them."""
         finalize_backward()
+        self._keep_what_others_gave()
         for held, places in self.absent.items():
             if not any(sums.counts(i) for sums, i in places):
                 held.sharded_param.grad = None
         self.absent.clear()
+        self.given.clear()
         self.flags.sharded_param = _Sums()  # the sums lie in one tensor with the gradients
         if self.group.reduce_grads:
             self.reduce_others()
+
+    def _keep_what_others_gave(self) -> None:
+        """Take out of ``absent`` what autograd has added to since: a user computed with the parameter itself, by
+        ``full_tensor()`` in front of the model, through which the backward pass comes last.
+        """
+        for held in [held for held, state in self.given.items() if _state_of_gradient(held) != state]:
+            del self.absent[held], self.given[held]
 
     def _note_what_waits(self) -> None:
         group = self.group
@@ -241,6 +253,11 @@ def _marked(flags: list[bool], dtype: torch.dtype, device: torch.device) -> Tens
 def _takes_part(held: Any) -> bool:
     """Tell whether a parameter may get a gradient, or has one of a micro-batch in which it might."""
     return held._unsharded_param.requires_grad or gradient_of(held) is not None
+
+
+def _state_of_gradient(held: Any) -> tuple[int, int]:
+    gradient = held.sharded_param.grad
+    return id(gradient), -1 if gradient is None else gradient._version
 
 
 def _only_waits(group: Any) -> bool:

@@ -7,6 +7,7 @@ forward pass.
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ from lightning_automodel.modules.forward import (
     wrap_forward,
 )
 from lightning_automodel.modules.kept_states import KeptState
-from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_towers, outermost, tower_modalities
+from lightning_automodel.modules.structure import (
+    CONTAINERS,
+    class_names,
+    find_blocks,
+    find_towers,
+    outermost,
+    tower_modalities,
+)
 from lightning_automodel.parallel.selective_checkpoint import SELECTIVE, Contexts, keeping_routes, saving
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
@@ -64,6 +72,8 @@ def apply_activation_checkpointing(
         raise ValueError(_nothing_found(model, scope))
     for block in find_blocks(model).values():
         _install_switch(block)
+    for holder in _taking_caches(model):
+        holder.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
     for block in chosen:
         block.__dict__[_CHOSEN] = True
         for part in _parts(block) if mode == "submodule" else [block]:
@@ -211,6 +221,38 @@ def _off_again(module: nn.Module) -> Context:
             module.gradient_checkpointing = before
 
     return off_again
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------------
+
+
+def _taking_caches(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the outermost modules around blocks that a user may give a cache of keys and values."""
+    ends = list(find_blocks(model))
+    for name, module in model.named_modules():
+        if outermost(ends, name) is None and not {*_CACHES, "cache"}.isdisjoint(_arguments(module)):
+            yield module
+            ends.append(name)
+            if module is model:
+                return
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(signature(type(module).forward).parameters)[1:]
+
+
+def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a cache that a user gives to a model whose blocks are computed again: they would go on without it."""
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    given = {**dict(zip(_arguments(module), args, strict=False)), **kwargs} if args else kwargs
+    if has_cache(given) and any(is_checkpointed(block) for block in find_blocks(module).values()):
+        raise ValueError(
+            f"{class_names(module)[0]} trains with activation checkpointing, which computes blocks again without a "
+            "cache, and was called with past_key_values: what these hold, or should keep, would be left out. Use "
+            "activation_checkpointing=False (gradient_checkpointing_disable()), or give the whole sequence to one "
+            "pass; in evaluation mode caches work"
+        )
 
 
 # ---- contexts --------------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ _WRITTEN = (
     "between two steps, in on_train_batch_start"
 )
 _OUTSIDE = (
-    "a part of a sharded model, or one of its parameters, meets plain tensors outside of the model's own forward pass, "
-    "which alone gathers them. Call the model itself, or put what uses the part into an nn.Module whose forward uses "
-    "it; of a parameter take parameter.full_tensor(), before the model is called (for a penalty on weights, or "
-    "functional.embedding(ids, embedding.weight.full_tensor()), for example). What averages parameters into those of "
-    "another model (a momentum encoder, a teacher) belongs before the first forward pass of the step, too, or into "
-    "on_train_batch_start: behind it some of them are whole copies until the backward pass"
+    "a parameter of a sharded model, or a layer inside of its blocks, meets plain tensors outside of the forward pass "
+    "that gathers it. Call the model, or a part of it outside of blocks (its embedding, its decoder, its head); what "
+    "uses a layer of a block belongs into the model's own forward pass, by a subclass of its class. Of a parameter "
+    "take parameter.full_tensor(), before the model is called (for a penalty on weights, or functional.embedding(ids, "
+    "embedding.weight.full_tensor()), for example). What averages parameters into those of another model (a momentum "
+    "encoder, a teacher) belongs before the first forward pass of the step, too, or into on_train_batch_start: behind "
+    "it some of them are whole copies until the backward pass"
 )
 _BY_INDICES = (
     "shards do not take values by a mask or by indices (tensor[mask] = value); use "

@@ -221,7 +221,7 @@ INHERITED = {
 
 OWN = {
     *("_backward", "_connector", "_gather", "_holds", "_loop"),
-    *("_note_what_waits", "_place", "_requeue", "_with_flags"),
+    *("_keep_what_others_gave", "_note_what_waits", "_place", "_requeue", "_with_flags"),
 }
 """Attributes of classes in _compat."""
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans.torch_styles import ReplicatedWithGradAllReduce
@@ -22,7 +23,7 @@ from tests.plans.support import BOUND, SCHEDULE
 from tests.plans.test_partial_sums import SUMS, Composed, build
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.comparison import compare
-from tests.support.training import HIDDEN, batches, make_trainer, whole, world_size
+from tests.support.training import HIDDEN, batches, make_trainer, tiny_llama, whole, world_size
 
 
 def error() -> tuple[float, str]:
@@ -165,5 +166,36 @@ def gradients_of_penalized(strategy: Any, first: bool) -> list[dict[str, Tensor]
 def test_a_penalty_on_fewer_rows_than_ranks(first: bool, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(gradients_of_penalized, "auto", first, trainer=True)
     for actual in pool2.run(gradients_of_penalized, {}, first, trainer=True):
+        for one, many in zip(expected, actual, strict=True):
+            check_gradients(one, many)
+
+
+class EmbedsItself(Noted):
+    """Looks its tokens up in front of the model, which does not use its embedding: the gradient comes last."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = tiny_llama(tied=False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        table = self.model.get_input_embeddings().weight
+        table = table.full_tensor() if isinstance(table, DTensor) else table
+        # twice: the second reduction of the step finds what the first backward pass gave
+        halves = (batch[0][:, :3], batch[0][:, 3:])
+        return sum(self.model(inputs_embeds=functional.embedding(ids, table), labels=ids).loss for ids in halves)
+
+
+def gradients_of_embedding(strategy: Any, accumulated: int) -> list[dict[str, Tensor]]:
+    """Runs on each rank."""
+    module = EmbedsItself()
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulated).fit(module, batches(world_size()))
+    return module.gradients
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_what_only_its_user_computes_with(accumulated: int, nursery: Nursery, pool2: Pool) -> None:
+    (expected,) = Pool(nursery, 1).run(gradients_of_embedding, "auto", accumulated, trainer=True)
+    assert "model.model.embed_tokens.weight" in expected[0]
+    for actual in pool2.run(gradients_of_embedding, {}, accumulated, trainer=True):
         for one, many in zip(expected, actual, strict=True):
             check_gradients(one, many)

@@ -181,6 +181,29 @@ def test_a_cache_of_keys_and_values_goes_and_a_table_of_that_name_stays() -> Non
         assert without_cache({"cache": table})["cache"] is table
 
 
+@pytest.mark.parametrize("by_config", [True, False])
+def test_a_cache_that_a_user_gives_is_refused(by_config: bool) -> None:
+    """Blocks would go on as if nothing came before."""
+    model: Any = llama().train()
+    apply_activation_checkpointing(model, "full" if by_config else False)
+    if not by_config:
+        model.gradient_checkpointing_enable()
+    first, second = token_ids().split(LENGTH // 2, dim=1)
+    assert model(first, use_cache=True).logits.requires_grad  # what a config asks for is left out
+    model.eval()
+    with torch.no_grad():
+        read = model(first, use_cache=True).past_key_values
+        whole = model(torch.cat([first, second], 1)).logits[:, first.shape[1] :]
+        assert torch.allclose(model(second, past_key_values=copy.deepcopy(read)).logits, whole, atol=1e-5)
+    model.train()
+    for given in (read, DynamicCache()):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM trains with activation .* called with past_key_values"):
+            model(second, past_key_values=given)
+    model.gradient_checkpointing_disable()
+    if not by_config:
+        assert torch.allclose(model(second, past_key_values=read).logits, whole, atol=1e-5)
+
+
 def test_what_waits_on_the_host() -> None:
     whole = llama().train()
     model = copy.deepcopy(whole)
