@@ -1,12 +1,13 @@
-"""What Lightning's ``ModelCheckpoint`` saves in a run that resumes: what it saves in the run that was not stopped."""
+"""Who saves, and when: ``ModelCheckpoint`` in a run that resumes, and one rank alone."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.layouts import LAYOUTS
 from tests.support.training import Descending, batches, make_trainer
 
@@ -29,3 +30,29 @@ def test_the_step_of_the_checkpoint_is_not_saved_again(pool2: Pool, tmp_path: Pa
     again, rest = pool2.run(saved_by, layout, tmp_path / "parts", 3, tmp_path / "parts/step=1.ckpt", trainer=True)[0]
     assert again == files == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
     assert rest == pytest.approx(losses[2:], abs=1e-6)
+
+
+class Alone(Descending):
+    """What runs with ``DDPStrategy`` of many a user: the first rank saves."""
+
+    path = ""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.trainer.save_checkpoint(self.path)
+
+
+def save_on_one_rank(layout: str, path: Path) -> None:
+    """Runs on each rank."""
+    module = Alone()
+    module.path = str(path)
+    strategy = LAYOUTS[layout].make(timeout=timedelta(seconds=4))
+    make_trainer(strategy, max_steps=2).fit(module, batches(LAYOUTS[layout].data_size))
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "ddp-2"])
+def test_one_rank_alone_is_told(pool2: Pool, tmp_path: Path, layout: str) -> None:
+    """Before it meets the others in the wrong collective, which would end the process."""
+    with pytest.raises(RankFailed, match="rank 0 waits in save_checkpoint for rank 1: every rank writes or sends"):
+        pool2.run(save_on_one_rank, layout, tmp_path / "never.ckpt", trainer=True)
+    assert not (tmp_path / "never.ckpt").exists()

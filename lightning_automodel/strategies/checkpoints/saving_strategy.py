@@ -26,6 +26,7 @@ from lightning_automodel.checkpointing.names import prefix_of, stored_names
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out
 from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
@@ -42,6 +43,11 @@ from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_S
 
 OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED)
 """What a checkpoint of ours holds beside Lightning's."""
+
+_ON_ALL_RANKS = (
+    "every rank writes or sends its part of a checkpoint, so call trainer.save_checkpoint on all of them, without "
+    "`if trainer.is_global_zero` around it"
+)
 
 
 class SavingStrategy(OnMesh):
@@ -92,6 +98,8 @@ class SavingStrategy(OnMesh):
         if not self._has_begun:
             return super().lightning_module_state_dict()
         self.check_all_end()
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            meet("save_checkpoint", "", _ON_ALL_RANKS)
         self._bases.let_changes_be_saved(self._module)
         return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
