@@ -1,7 +1,7 @@
 """Private names of Lightning: the counts of a trainer's loops, and the loaders of its training."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,35 @@ def set_batches_through(trainer: Trainer, through: int, is_known: bool) -> None:
     loop.batch_progress.is_last_batch = False  # the last one may have begun, and failed
     if is_known:
         _before_reset(trainer, lambda: None, "You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def is_within_batch(trainer: Trainer) -> bool:
+    """Tell whether a training batch has begun and is not through: a hook or a step saves, or an error ended it."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batch.processed < batch.ready
+
+
+def loops_before_step(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry ``loops`` of a checkpoint that is saved within a batch, as if the first micro-batch of that
+    optimizer step had just begun::
+
+        steps of 3 micro-batches, saved in the 6th: through 5 -> 3, begun 6 -> 4
+
+    Lightning's says that the 6th goes on, behind gradients of two that no longer stand apart from its own.
+    """
+    fit: dict[str, Any] = dict(loops["fit_loop"])
+    progress = fit["epoch_loop.batch_progress"]
+    behind = progress["current"]["processed"] % trainer.accumulate_grad_batches
+    counts = {
+        kind: {field: progress[kind]["processed"] - behind + (field in ("ready", "started")) for field in _COUNTS}
+        for kind in ("total", "current")
+    }
+    begun = counts["current"]["ready"]
+    fit["epoch_loop.batch_progress"] = {**progress, **counts, "is_last_batch": False}
+    if begun % trainer.accumulate_grad_batches == 0 or begun >= trainer.num_training_batches:
+        state = fit["epoch_loop.state_dict"]  # counts one step more when it is loaded, as behind a batch
+        fit["epoch_loop.state_dict"] = {**state, "_batches_that_stepped": state["_batches_that_stepped"] - 1}
+    return {**loops, "fit_loop": fit}
 
 
 def before_first_batch(trainer: Trainer, prepare: Callable[[CombinedLoader], None]) -> None:

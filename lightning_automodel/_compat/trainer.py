@@ -178,6 +178,19 @@ def set_callbacks_for_epoch(trainer: Trainer) -> None:
                 callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
+def tell_savers_of_resume(trainer: Trainer) -> None:
+    """Tell Lightning's callbacks that save every so many steps that the step a run goes on from is saved.
+
+    They do not keep which one they saved last. With gradient accumulation they would save that step again behind the
+    first micro-batch, between the micro-batches of the next one.
+    """
+    if checkpoint_path_of(trainer) is None:
+        return
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0:
+            callback._last_global_step_saved = trainer.global_step
+
+
 def skips_backward(trainer: Trainer) -> bool:
     """Tells whether batches pass forward only, and gradients stay: averaging counts the means of batch norms so."""
     return trainer.fit_loop._skip_backward

@@ -33,6 +33,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.unread import ReadWhenUsed
 from lightning_automodel.distributed.boxes import Box
 from lightning_automodel.distributed.shards import boxes_of, copy_from_whole, local_tensor, place_among_replicas
 
@@ -40,7 +41,7 @@ Tree = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class StoredTensor(ReadWhenUsed):
     """A tensor in a checkpoint folder that has not been read."""
 
     folder: Location

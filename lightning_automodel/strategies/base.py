@@ -26,6 +26,7 @@ from lightning_automodel._compat.trainer import (
     choose_checkpoint_paths,
     set_callbacks_for_epoch,
     skips_backward,
+    tell_savers_of_resume,
 )
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.parallel.gather_order import take_gathers
@@ -225,6 +226,7 @@ class SharedHooks(SavingStrategy):
         begin_next_epoch(self._trainer)
         self.go_on_monitoring()
         set_callbacks_for_epoch(self._trainer)
+        tell_savers_of_resume(self._trainer)
         average_rate_search(self._trainer, self.reduce)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()

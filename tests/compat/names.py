@@ -109,6 +109,8 @@ ATTRIBUTES = {
     f"{PL}:LightningModule": ("_compiler_ctx", "_device", "_device_mesh"),
     f"{PL}.cli:LightningCLI": ("_get", "_subcommand_parsers"),
     f"{PL}.callbacks:ModelCheckpoint": (
+        "_every_n_train_steps",
+        "_last_global_step_saved",
         "_ModelCheckpoint__resolve_ckpt_dir",
         "_monitor_candidates",
         "_save_last_checkpoint",

@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.progress import before_first_batch, training_loader
+from lightning_automodel._compat.progress import (
+    before_first_batch,
+    is_within_batch,
+    loops_before_step,
+    training_loader,
+)
 from lightning_automodel._compat.trainer import checkpoint_path_of, is_accumulating
 from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
@@ -21,6 +26,7 @@ from lightning_automodel.checkpointing.names import prefix_of, stored_names
 from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out
 from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
@@ -31,12 +37,17 @@ from lightning_automodel.strategies.checkpoints.own_loading import load_through
 from lightning_automodel.strategies.checkpoints.plateaus import MONITORED, go_on_monitoring, monitored_numbers
 from lightning_automodel.strategies.checkpoints.trained import TRAINED, restore_trained, trained_parameters
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
-from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples
+from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples, warn_of_loaders_ahead
 from lightning_automodel.strategies.mesh import OnMesh
 from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
 
 OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED)
 """What a checkpoint of ours holds beside Lightning's."""
+
+_ON_ALL_RANKS = (
+    "every rank writes or sends its part of a checkpoint, so call trainer.save_checkpoint on all of them, without "
+    "`if trainer.is_global_zero` around it"
+)
 
 
 class SavingStrategy(OnMesh):
@@ -87,6 +98,8 @@ class SavingStrategy(OnMesh):
         if not self._has_begun:
             return super().lightning_module_state_dict()
         self.check_all_end()
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            meet("save_checkpoint", "", _ON_ALL_RANKS)
         self._bases.let_changes_be_saved(self._module)
         return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
@@ -114,7 +127,10 @@ class SavingStrategy(OnMesh):
             **monitored_numbers(self._trainer),
         }
         checkpoint = {**checkpoint, **added}
-        if "optimizer_states" in checkpoint and self._is_within_step():
+        if self._module.automatic_optimization and is_within_batch(self._trainer) and "loops" in checkpoint:
+            warn_of_loaders_ahead(training_loader(self._trainer))
+            checkpoint["loops"] = loops_before_step(self._trainer, checkpoint["loops"])
+        elif "optimizer_states" in checkpoint and self._is_within_step():
             checkpoint[GRADIENTS] = self.accumulated_gradients()
         if not self._save_distributed_checkpoint:
             checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)

@@ -186,6 +186,18 @@ class _Resumed(DataLoader):
         return self.counted(batches, self._through) if _counts_batches(self) else batches  # type: ignore[attr-defined]
 
 
+def warn_of_loaders_ahead(combined: CombinedLoader | None) -> None:
+    """Warn of loaders whose own position is behind a batch that a run which resumes begins again."""
+    loaders = [] if combined is None else combined.flattened
+    ahead = next((loader for loader in loaders if is_stateful(loader) and not _counts_batches(loader)), None)
+    if ahead is not None:
+        warn_once(
+            f"a checkpoint is saved within a training batch, and the state of {type(ahead).__name__} is behind it: who "
+            "resumes does the optimizer step anew, with the samples that follow. Save in on_train_batch_end to "
+            "continue exactly"
+        )
+
+
 def _counts_batches(loader: object) -> bool:
     return getattr(loader, "counts_batches", False)
 
