@@ -37,9 +37,16 @@ def run_parts_inside(model: nn.Module) -> None:
     if not blocks or not parts:
         return
     wrap_forward(model, _around_model)
-    for part in parts:
+    for part in (*parts, *find_blocks(model).values()):
         part.__dict__[_MODEL] = model  # no child, and a deep copy of the model has its own
+    for part in parts:
         wrap_forward(part, _around_part)
+
+
+def is_called_alone(block: nn.Module) -> bool:
+    """Tell whether ``block`` is called outside of the forward pass of its model; backward passes recompute so, too."""
+    model = block.__dict__.get(_MODEL)
+    return model is not None and not model.__dict__.get(_RUNNING)
 
 
 def _around_model(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

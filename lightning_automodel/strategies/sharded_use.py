@@ -14,7 +14,7 @@ _WRITTEN = (
 )
 _OUTSIDE = (
     "a parameter of a sharded model, or a layer inside of its blocks, meets plain tensors outside of the forward pass "
-    "that gathers it. Call the model, or a part of it outside of blocks (its embedding, its decoder, its head); what "
+    "that gathers it. Call the model, or a part of it (its embedding, its decoder, a block, its head); what "
     "uses a layer of a block belongs into the model's own forward pass, by a subclass of its class. Of a parameter "
     "take parameter.full_tensor(), before the model is called (for a penalty on weights, or functional.embedding(ids, "
     "embedding.weight.full_tensor()), for example). What averages parameters into those of another model (a momentum "

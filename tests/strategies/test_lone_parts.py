@@ -122,6 +122,29 @@ class InTurnByUnits(InTurn):
         super().configure_model()
 
 
+class OverBlocks(Parts):
+    """A loop of one's own over the blocks, which looks at all tokens between them; the second is computed again."""
+
+    def of_ids(self, ids: Tensor) -> Tensor:
+        model = self.model.model
+        hidden = model.embed_tokens(ids)
+        rotation = model.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+        hidden = model.layers[0](hidden, position_embeddings=rotation)
+        hidden = hidden + hidden.cumsum(dim=1) / 10
+        hidden = checkpoint(model.layers[1], hidden, position_embeddings=rotation, use_reentrant=False)
+        return shifted(self.model.lm_head(model.norm(hidden)), ids)
+
+
+class OnceMore(Parts):
+    """The first block once more, on what a later one gave."""
+
+    def of_ids(self, ids: Tensor) -> Tensor:
+        output, model = self.model(input_ids=ids, labels=ids, output_hidden_states=True), self.model.model
+        rotation = model.rotary_emb(output.hidden_states[1], torch.arange(ids.shape[1])[None])
+        again = model.layers[0](output.hidden_states[1], position_embeddings=rotation)
+        return output.loss + again[:, -1].square().mean()
+
+
 class HookedModel(Parts):
     """Its hook around the model sees what one process's does, and no parts."""
 
@@ -182,7 +205,7 @@ class Glued(Parts):
 BY_FEW = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-cp2", "ddp-2", "fsdp2-dp2-tp2", "fsdp2-cp2-tp2")
 KINDS = (
     *(Embedded, WithoutHead, Early, SoftPrompt, Adversarial, Recomputed, InTurn, InTurnByUnits, HookedModel),
-    *(Contrast, Glued),
+    *(OverBlocks, OnceMore, Contrast, Glued),
 )
 WITHOUT_PLAN = (Contrast,)
 LEAVING_OUT = (InTurn, Contrast, Glued)
@@ -195,7 +218,7 @@ ALL = [
 ]
 FAST = [
     *((kind, "fsdp2-dp2") for kind in KINDS),
-    *((kind, "fsdp2-tp2") for kind in (Embedded, WithoutHead, Early, Glued)),
+    *((kind, "fsdp2-tp2") for kind in (Embedded, WithoutHead, Early, OverBlocks, Glued)),
     *((kind, "fsdp2-cp2") for kind in (Embedded, WithoutHead, Early)),
 ]
 
@@ -205,7 +228,7 @@ def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery:
     compare(nursery, kind, layout)
 
 
-@pytest.mark.parametrize("kind", [Embedded, WithoutHead, Early, Glued])
+@pytest.mark.parametrize("kind", [Embedded, WithoutHead, Early, OverBlocks, OnceMore, Glued])
 def test_on_a_cut_sequence(kind: type[Steps], nursery: Nursery) -> None:
     config = FSDP2Config(sequence_parallel=True, activation_checkpointing=True)
     compare(nursery, kind, "fsdp2-tp2", config=config)

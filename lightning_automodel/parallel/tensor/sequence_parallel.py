@@ -22,10 +22,12 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from lightning_automodel._compat.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, split
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.lone_parts import is_called_alone
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, ChildCollectives, SequenceLayout
 
@@ -92,7 +94,7 @@ class BlockOnStream(SharedByCopies):
         self.cut_names = {self.arguments[0], *STREAM_ARGUMENTS}
         block.register_forward_pre_hook(self.enter, with_kwargs=True)
         block.register_forward_hook(self.leave)
-        keep_for_recomputation(block, attributes_again(self.stream, "length", "batch", "width"))
+        keep_for_recomputation(block, attributes_again(self.stream, "length", "batch", "width", "is_alone"))
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Cut what enters whole: the stream, and what arrives beside it token by token (per-layer inputs)."""
@@ -105,7 +107,11 @@ class BlockOnStream(SharedByCopies):
     def _read_length(self, block: nn.Module, value: Tensor) -> None:
         """Find how long the whole sequence is: the first block counts, the others read what the one before noted."""
         stream, known = self.stream, getattr(value, LENGTH, None)
-        if self.is_first and known is None:
+        if not is_in_backward():
+            stream.is_alone = is_called_alone(block)
+        if stream.is_alone:
+            stream.length = None
+        elif self.is_first and known is None:
             stream.running, stream.length = True, stream.length_of(value)
             stream.batch, stream.width = value.shape[0], value.shape[-1]
             _warn_of_other_streams(stream, self.name, value)

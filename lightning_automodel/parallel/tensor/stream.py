@@ -41,6 +41,7 @@ class Stream:
         batch: rows of the batch.
         width: features of the stream.
         running: between the first and the last block.
+        is_alone: a user calls a block, and sees what enters and leaves it: the stream is whole.
     """
 
     group: ProcessGroup
@@ -49,6 +50,7 @@ class Stream:
     batch: int | None = None
     width: int | None = None
     running: bool = False
+    is_alone: bool = False
 
     def length_of(self, value: Tensor) -> int | None:
         """Count the tokens to cut of a ``value`` that enters the first block; ``None`` where it must stay whole.
