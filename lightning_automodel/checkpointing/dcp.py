@@ -4,34 +4,31 @@ DCP's own planners describe a rank's part of a DTensor as one box, at offsets th
 """
 
 import io
-import os
-import pickle
 import warnings
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
+from lightning_automodel.checkpointing.dcp_files import Reader, Writer
+from lightning_automodel.checkpointing.integrity import Sums
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.checkpointing.unread import ReadWhenUsed
 from lightning_automodel.distributed.boxes import Box
@@ -79,8 +76,16 @@ class Held:
         return Held(local if is_writer else local.new_empty(0), tensor.shape, boxes_of(tensor) if is_writer else [])
 
 
+@dataclass(frozen=True)
+class SameAs:
+    """Another name of a tensor that is written once: ``key`` of the other, as the folder has it."""
+
+    key: str
+
+
 def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup | None = None) -> Sums:
-    """Writes a tree of ``Held``. Collective over ``group`` (default: all).
+    """Writes a tree of ``Held`` and ``SameAs``; what else is in it, rank 0 pickles. Collective over ``group`` (default:
+    all).
 
     Returns:
         sizes and checksums of the files that this rank wrote.
@@ -88,9 +93,10 @@ def write_tensors(tree: Mapping[str, Any], folder: Location, group: ProcessGroup
     Raises:
         RuntimeError: on every rank, with what went wrong on which.
     """
-    writer = _Writer(folder)
+    planner = _BoxWriter()
+    writer = Writer(folder, planner.name_twice)
     with _ordinary_errors():
-        dcp.save(dict(tree), storage_writer=writer, planner=_BoxWriter(), process_group=group)
+        dcp.save(dict(tree), storage_writer=writer, planner=planner, process_group=group)
     return writer.sums
 
 
@@ -104,23 +110,30 @@ def _ordinary_errors() -> Generator[None, None, None]:
         raise RuntimeError("; ".join(causes)) from error
 
 
-def list_tensors(folder: Location, weights_only: bool | None) -> Tree:
+def list_tensors(folder: Location, weights_only: bool | None, known: Set[str] = frozenset()) -> Tree:
     """Reads the tree that was written, with a :class:`StoredTensor` for each tensor.
+
+    Args:
+        folder: with torch's table.
+        weights_only: refuse objects other than tensors and plain containers.
+        known: branches of which only tensors are wanted.
 
     Raises:
         pickle.UnpicklingError: if an object needs ``weights_only=False``.
     """
-    metadata = _Reader(folder).read_metadata()
+    metadata = Reader(folder).read_metadata()
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
     table = metadata.state_dict_metadata
-    objects = [key for key, stored in table.items() if not isinstance(stored, TensorStorageMetadata)]
+    tensors = {key: stored for key, stored in table.items() if isinstance(stored, TensorStorageMetadata)}
+    objects = [key for key, path in paths.items() if key not in tensors and path[0] not in known]
     values = _read_objects(folder, objects, weights_only)
     tree: Tree = {}
-    for key, stored in table.items():
-        *parents, last = (metadata.planner_data or {}).get(key, (key,))
+    for key in (*tensors, *objects):
+        *parents, last = paths[key]
         node: dict = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        if isinstance(stored, TensorStorageMetadata):
+        if (stored := tensors.get(key)) is not None:
             node[last] = StoredTensor(folder, key, stored.size, stored.properties.dtype)
         else:
             node[last] = values[key]
@@ -144,7 +157,7 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
         for folder in sorted({source.folder for source in turn}, key=str):
             wanted = {source.key: target for source, target in turn.items() if source.folder == folder}
             with _ordinary_errors():
-                dcp.load(wanted, storage_reader=_Reader(folder), planner=_BoxReader())
+                dcp.load(wanted, storage_reader=Reader(folder), planner=_BoxReader())
         waiting = [(target, source) for target, source in waiting if turn[source] is not target]
 
 
@@ -159,7 +172,7 @@ def _load_alone(values: Tree, folder: Location, planner: DefaultLoadPlanner) -> 
     """Loads on this rank only, without DCP's warning about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(values, storage_reader=_Reader(folder), planner=planner, no_dist=True)
+        dcp.load(values, storage_reader=Reader(folder), planner=planner, no_dist=True)
 
 
 def _with_lists(tree: Any) -> Any:
@@ -175,16 +188,29 @@ def _with_lists(tree: Any) -> Any:
 
 
 class _BoxWriter(DefaultSavePlanner):
-    """Writes each box that this rank holds."""
+    """Writes each box that this rank holds; of objects, those of the coordinator."""
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(key, held, box) for key, held in self.state_dict.items() for box in held.boxes]
+        items: list[WriteItem] = []
+        for key, value in self.state_dict.items():
+            if isinstance(value, Held):
+                items += [_write_item(key, value, box) for box in value.boxes]
+            elif self.is_coordinator and not isinstance(value, SameAs):
+                items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        held = self.state_dict[index.fqn]
-        return _box_at(held.boxes, index).of_local(held.local)
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return _box_at(value.boxes, index).of_local(value.local) if isinstance(value, Held) else value
+
+    def name_twice(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Lets other names of a tensor lead to what was written, for tools that ask for each name."""
+        for key, value in self.state_dict.items():
+            if isinstance(value, SameAs):
+                metadata.state_dict_metadata[key] = metadata.state_dict_metadata[value.key]
+                parts = [part for written in results for part in written if part.index.fqn == value.key]
+                results.append([replace(part, index=replace(part.index, fqn=key)) for part in parts])
 
 
 class _BoxReader(DefaultLoadPlanner):
@@ -230,110 +256,3 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 def _box_at(candidates: list[Box], index: MetadataIndex) -> Box:
     return next(box for box in candidates if box.offsets == tuple(index.offset or ()))
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-class _Files(FileSystemBase):
-    """A folder as DCP wants to see it; sums up what is written."""
-
-    def __init__(self, root: Location) -> None:
-        self.root = root
-        self.sums: Sums = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        with self._at(path).named_in_errors(), self._at(path).open(mode) as file:
-            if mode == "rb":
-                yield file
-                return
-            writer = SummingWriter(file)
-            yield writer
-        self.sums[self._at(path).name] = (writer.size, writer.crc)
-
-    def concat_path(self, path: Any, suffix: str) -> str:
-        return (self._at(path) / suffix).path
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        self._at(path).move_to(self._at(new_path))
-        self.sums[self._at(new_path).name] = self.sums.pop(self._at(path).name)
-
-    def init_path(self, path: Any) -> str:
-        return os.fspath(path)
-
-    def mkdir(self, path: Any) -> None:
-        self._at(path).make_folder()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def exists(self, path: Any) -> bool:
-        return self._at(path).exists()
-
-    def rm_file(self, path: Any) -> None:
-        self._at(path).remove()
-
-    def _at(self, path: Any) -> Location:
-        return Location(self.root.files, os.fspath(path), self.root.is_local)
-
-
-class _Writer(FileSystemWriter):
-    """Writes one file per rank."""
-
-    def __init__(self, folder: Location) -> None:
-        super().__init__(folder.path, single_file_per_rank=True, sync_files=folder.is_local)
-        self.fs: Any = _Files(folder)
-        self.path = folder.path
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        with _without_inner_checksums():
-            return super().write_data(*args, **kwargs)
-
-    @property
-    def sums(self) -> Sums:
-        return self.fs.sums
-
-
-@contextmanager
-def _without_inner_checksums() -> Generator[None, None, None]:
-    """Leaves out the checksum of each tensor's archive, which costs a pass over memory and is never compared:
-    ours are of whole files. The switch is this thread's.
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-class _Reader(FileSystemReader):
-    """Reads DCP's own pickled table without the power to call functions that it names."""
-
-    def __init__(self, folder: Location) -> None:
-        super().__init__(folder.path)
-        self.folder = folder
-        self.fs: Any = _Files(folder)
-        self.path = folder.path
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (self.folder / ".metadata").open("rb") as file:
-            metadata = _TableUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _TableUnpickler(pickle.Unpickler):
-    _METADATA = ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata")
-    _NAMES = (*_METADATA, "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "_StorageInfo")
-    _OTHERS = ("_get_layout", "Size", "PosixPath", "WindowsPath")
-    _MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint", "pathlib")
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_known = name in (*self._NAMES, *self._OTHERS) and module.startswith(self._MODULES)
-        if is_known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the table of the checkpoint names {module}.{name}, which is no part of one")

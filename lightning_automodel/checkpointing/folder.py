@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_automodel.checkpointing.dcp import Held, write_tensors
+from lightning_automodel.checkpointing.dcp import Held, SameAs, write_tensors
 from lightning_automodel.checkpointing.integrity import CHECKSUMS, Sums, sum_of, to_json
 from lightning_automodel.checkpointing.staging import Staging
 from lightning_automodel.checkpointing.storage import Location
@@ -36,7 +36,8 @@ CURRENT = "current_model_state"
 TREES = (GRADIENTS, CURRENT)
 SHARDED = ("state_dict", "optimizer_states", *TREES)
 """Entries whose tensors are written in parts."""
-_OPTIMIZER = "optimizer_"
+OPTIMIZER = "optimizer_"
+"""What the name of an optimizer's branch begins with, before its number."""
 Checkpoint = dict[str, Any]
 
 
@@ -55,7 +56,7 @@ class Contents:
 
 def is_of_optimizer(name: str) -> bool:
     """Tells whether an entry of ``Contents.tensors`` holds the states of an optimizer."""
-    return name.startswith(_OPTIMIZER)
+    return name.startswith(OPTIMIZER)
 
 
 def contents_of(checkpoint: Mapping[str, Any]) -> Contents:
@@ -118,16 +119,21 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[Checkpoint, Checkpoint]:
     state = checkpoint.get("state_dict", {})
     aliases = {name: first[id(t)] for name, t in state.items() if first.setdefault(id(t), name) != name}
     tensors, rest["state_dict"] = _take_tensors({name: t for name, t in state.items() if name not in aliases})
-    result = {"state_dict": tensors}
+    result = {"state_dict": {**tensors, **{alias: SameAs(f"state_dict.{name}") for alias, name in aliases.items()}}}
     rest[ALIASES] = aliases
     if "optimizer_states" in checkpoint:
         split = [_take_tensors(optimizer) for optimizer in checkpoint["optimizer_states"]]
         rest["optimizer_states"] = [others for _, others in split]
-        result.update({f"{_OPTIMIZER}{i}": tensors for i, (tensors, _) in enumerate(split)})
+        result.update({f"{OPTIMIZER}{i}": _with_groups(*parts) for i, parts in enumerate(split)})
     for entry in TREES:
         if entry in checkpoint:
             result[entry], rest[entry] = _take_tensors(checkpoint[entry])
     return result, rest
+
+
+def _with_groups(tensors: Checkpoint, rest: Checkpoint) -> Checkpoint:
+    """Add the hyperparameters, which torch's tools and Lightning's strategy look for beside the tensors."""
+    return {**tensors, "param_groups": rest["param_groups"]} if "param_groups" in rest else tensors
 
 
 def _take_tensors(tree: Mapping[str, Any], prefix: str = "") -> tuple[Checkpoint, Checkpoint]:

@@ -6,7 +6,7 @@ import zipfile
 import torch
 
 from lightning_automodel.checkpointing.dcp import list_tensors
-from lightning_automodel.checkpointing.folder import ALIASES, METADATA, TREES, Checkpoint
+from lightning_automodel.checkpointing.folder import ALIASES, METADATA, OPTIMIZER, TREES, Checkpoint
 from lightning_automodel.checkpointing.integrity import verify
 from lightning_automodel.checkpointing.storage import Location
 
@@ -66,7 +66,8 @@ def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
             + (f"; it holds checkpoints, give one of them: {', '.join(inside)}" if inside else "")
         )
     checkpoint = _load(path / METADATA, weights_only)
-    stored = list_tensors(path, weights_only)
+    known = {f"{OPTIMIZER}{i}" for i in range(len(checkpoint.get("optimizer_states", [])))}
+    stored = list_tensors(path, weights_only, known)
     state = checkpoint.setdefault("state_dict", {})
     _merge(state, stored.pop("state_dict", {}))
     state.update({alias: state[name] for alias, name in checkpoint.pop(ALIASES, {}).items()})
@@ -76,7 +77,7 @@ def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
     if stored:
         states = checkpoint.setdefault("optimizer_states", [{} for _ in stored])
         for i, optimizer in enumerate(states):
-            _merge(optimizer, stored.get(f"optimizer_{i}", {}))
+            _merge(optimizer, stored.get(f"{OPTIMIZER}{i}", {}))
     return checkpoint
 
 

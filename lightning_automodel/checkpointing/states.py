@@ -122,10 +122,12 @@ def restore_model(
         ValueError: naming what is missing, unknown, or of another shape.
     """
     source = {clean_name(name): value for name, value in source.items()}
-    targets = _own_state(model, model.state_dict(keep_vars=True))
+    shown, torchs = model.state_dict(keep_vars=True), nn.Module.state_dict(model, keep_vars=True)
+    targets = _own_state(model, {**torchs, **shown})
     _refuse_copies(model, {name: value for name, value in targets.items() if clean_name(name) in source})
     ties = _ties(targets)
-    _check_names(source, ties, strict, {clean_name(name) for name in left_out})
+    extra = targets.keys() - (torchs.keys() & shown.keys())  # of the user's state_dict, whose method may take it out
+    _check_names(source, ties, strict, {clean_name(name) for name in {*left_out, *extra}})
     pairs: list[tuple[Tensor, StoredTensor | Tensor]] = []
     others = {}
     for names in ties:

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from lightning_automodel._compat.pytree import tree_map_only
 
-_OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "matmul", "neg", "getitem")
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: "ReadWhenUsed", *others: Any) -> Any:
+        loaded = (other.load() if isinstance(other, ReadWhenUsed) else other for other in others)
+        return getattr(self.load(), name)(*loaded)
+
+    return operate
 
 
 class ReadWhenUsed:
@@ -33,14 +39,27 @@ class ReadWhenUsed:
         loaded = tree_map_only(ReadWhenUsed, lambda stored: stored.load(), (args, kwargs or {}))
         return func(*loaded[0], **loaded[1])
 
-
-def _operator(name: str) -> Callable[..., Any]:
-    def operate(self: ReadWhenUsed, *others: Any) -> Any:
-        loaded = (other.load() if isinstance(other, ReadWhenUsed) else other for other in others)
-        return getattr(self.load(), name)(*loaded)
-
-    return operate
-
-
-for _name in _OPERATORS:
-    setattr(ReadWhenUsed, f"__{_name}__", _operator(f"__{_name}__"))
+    __add__ = _operator("__add__")
+    __radd__ = _operator("__radd__")
+    __sub__ = _operator("__sub__")
+    __rsub__ = _operator("__rsub__")
+    __mul__ = _operator("__mul__")
+    __rmul__ = _operator("__rmul__")
+    __truediv__ = _operator("__truediv__")
+    __rtruediv__ = _operator("__rtruediv__")
+    __floordiv__ = _operator("__floordiv__")
+    __mod__ = _operator("__mod__")
+    __pow__ = _operator("__pow__")
+    __rpow__ = _operator("__rpow__")
+    __matmul__ = _operator("__matmul__")
+    __neg__ = _operator("__neg__")
+    __abs__ = _operator("__abs__")
+    __getitem__ = _operator("__getitem__")
+    __lt__ = _operator("__lt__")
+    __le__ = _operator("__le__")
+    __gt__ = _operator("__gt__")
+    __ge__ = _operator("__ge__")
+    __int__ = _operator("__int__")
+    __float__ = _operator("__float__")
+    __bool__ = _operator("__bool__")
+    __index__ = _operator("__index__")

@@ -39,6 +39,11 @@ def names_left_out(module: Any) -> set[str]:
     return set() if getattr(module, "saves_base", False) else set(_bases(module))
 
 
+def names_left_out_of(part: nn.Module, module: Any) -> set[str]:
+    """Name the parameters of ``part`` that checkpoints of the LightningModule which it is in leave out."""
+    return set() if getattr(module, "saves_base", False) else names_left_out(part)
+
+
 def _bases(module: nn.Module) -> Iterator[str]:
     for prefix, model in module.named_modules():
         names = vars(model).get(_FROM_FILES, frozenset())

@@ -231,6 +231,57 @@ def test_what_is_loaded_does_not_go_into_a_copy(pool2: Pool, tmp_path: Path) -> 
         assert "on_load_checkpoint" in refused
 
 
+class Noting(Recorder):
+    """Adds entries of its own, and takes them out again where it loads."""
+
+    note = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "note": torch.tensor(7)}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        state = dict(state_dict)
+        self.note = int(state.pop("note"))
+        return super().load_state_dict(state, strict=strict)
+
+
+class Delegating(Recorder):
+    """Names its entries itself, and lets the models within it load."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.other = torch.nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        parts = {"m": self.model, "o": self.other}
+        return {f"{n}.{name}": v for n, m in parts.items() for name, v in m.state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        self.other.load_state_dict({n[2:]: v for n, v in state_dict.items() if n.startswith("o.")}, strict=strict)
+        found = self.model.load_state_dict({n[2:]: v for n, v in state_dict.items() if n.startswith("m.")}, strict)
+        assert not found.missing_keys
+        return found
+
+
+def load_what_was_named(directory: Path, distributed: bool) -> list[float]:
+    differences = []
+    for kind in (Noting, Delegating):
+        sizes = {"tp": 2, "save_distributed_checkpoint": distributed}
+        path = directory / kind.__name__
+        _, trained = fit(sizes, path, epochs=1, module=kind())
+        module = kind()
+        make_trainer({}).validate(module, batches(2), ckpt_path=path / "epoch=0.ckpt", verbose=False)
+        loaded = whole_parameters(module)
+        differences.append(max(float((value - trained[name]).abs().max()) for name, value in loaded.items()))
+        assert getattr(module, "note", 7) == 7
+    return differences
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_methods_that_add_entries_or_load_parts(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
+    assert pool2.run(load_what_was_named, tmp_path, distributed, trainer=True) == [[0, 0]] * 2
+
+
 class Hooked(Recorder):
     """Would halve a weight before it is loaded."""
 

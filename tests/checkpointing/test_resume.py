@@ -5,17 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import DDPStrategy as DDPStrategyOfOurs
+from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.checkpointing.test_states import Counting
 from tests.strategies.test_habits_of_steps import Unfrozen
-from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
+from tests.support.training import GLOBAL_BATCH, Recorder, SaveAfter, batches, fit, make_trainer, whole_parameters
 
 STEPS_PER_EPOCH = 4
 
@@ -141,6 +145,49 @@ def test_resume_from_lightnings_own_strategies(pool2: Pool, tmp_path: Path, name
     here = pool2.run(resume_here, tmp_path / "there/epoch=0.ckpt", tmp_path / "here", trainer=True)[0]
     assert here["losses"] == pytest.approx(there["losses"][STEPS_PER_EPOCH:], abs=1e-6)
     assert furthest(here["parameters"], there["parameters"]) < 1e-5
+
+
+class OwnSharded(Sharded):
+    """In steps of all rows, whose order Lightning's strategy draws."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class OwnWhole(Recorder):
+    """The same for ours."""
+
+    configure_optimizers = OwnSharded.configure_optimizers
+
+
+def resume_there(path: Path | None, resume: Path | None) -> dict[str, Any]:
+    """Runs on each rank: steps 1 to 6, saving behind the third, or from there on with Lightning's strategy."""
+    module, strategy = (OwnSharded(), ModelParallelStrategy(2, 1)) if resume else (OwnWhole(), FSDP2TPStrategy())
+    run = make_trainer(strategy, max_epochs=6, callbacks=[SaveAfter(path, 3)] if path else [])
+    run.fit(module, batches(2, GLOBAL_BATCH), ckpt_path=resume)
+    return {"losses": module.losses, "parameters": whole_parameters(module)}
+
+
+def test_lightnings_own_strategy_and_torchs_tools_read_a_folder(pool2: Pool, tmp_path: Path) -> None:
+    """A tied weight by each of its names, and the hyperparameters beside the optimizer's states."""
+    path = tmp_path / "here.ckpt"
+    here = pool2.run(resume_there, path, None, trainer=True)[0]
+    there = pool2.run(resume_there, None, path, trainer=True)[0]
+    assert there["losses"] == pytest.approx(here["losses"][3:], abs=1e-6)
+    assert furthest(there["parameters"], here["parameters"]) < 1e-5
+    module = OwnWhole()
+    module.configure_model()
+    optimizer = module.configure_optimizers()
+    state = {"state_dict": get_model_state_dict(module), "optimizer_0": get_optimizer_state_dict(module, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    stored = read_checkpoint(Location.of(path))
+    assert state["state_dict"].keys() == whole["state_dict"].keys() == stored["state_dict"].keys()
+    for name, value in stored["state_dict"].items():
+        torch.testing.assert_close([state["state_dict"][name], whole["state_dict"][name]], [value.load()] * 2)
+    groups = stored["optimizer_states"][0]["param_groups"]
+    assert state["optimizer_0"]["param_groups"] == whole["optimizer_0"]["param_groups"] == groups
 
 
 class Quasi(Recorder):

@@ -28,7 +28,7 @@ from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
-from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out
+from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out_of
 from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
 from lightning_automodel.strategies.checkpoints.bases import FrozenBases
@@ -225,10 +225,10 @@ class SavingStrategy(OnMesh):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._module
 
-        def read(source: Mapping[str, Any], strict: bool) -> None:
-            left_out, held = names_left_out(module), {clean_name(name) for name in source}
-            restore_model(module, source, strict, left_out)
-            forget_files_below(module, [name for name in left_out if clean_name(name) in held])
+        def read(part: nn.Module, source: Mapping[str, Any], strict: bool) -> None:
+            left_out, held = names_left_out_of(part, module), {clean_name(name) for name in source}
+            restore_model(part, source, strict, left_out)
+            forget_files_below(part, [name for name in left_out if clean_name(name) in held])
 
         def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
             load_through(module, checkpoint["state_dict"], strict, read)
