@@ -51,6 +51,7 @@ from lightning_automodel.parallel.fsdp2_units import (
     reshards,
 )
 from lightning_automodel.parallel.gathered import watch_gathered
+from lightning_automodel.parallel.generation import generate_in_step
 from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.shard_unit import FullyShard, shard_unit
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
@@ -84,6 +85,7 @@ class FSDP2Sharding:
         else:
             mark_as_unit(model, self.axes.data, self.config, self.mp_policy)
         install_saving(model)
+        generate_in_step(model, self.axes.data)
         if isinstance(model, PreTrainedModel):
             model.resize_token_embeddings = MethodType(_refuse_resizing, model)  # type: ignore[method-assign]
         if self.config.check_replicas_every_n_steps is not None:

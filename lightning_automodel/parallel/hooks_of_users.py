@@ -1,12 +1,19 @@
 """Hooks that a user put on a model before it was made parallel: those that would see a part, or never run."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import backward_hooks_of, gradient_hooks_of, hooks_after_accumulation, hooks_of
+from lightning_automodel._compat.modules import (
+    backward_hooks_of,
+    gradient_hooks_of,
+    hook_tables_of,
+    hooks_after_accumulation,
+    hooks_of,
+)
 from lightning_automodel.distributed.logs import warn_once
 
 _LIBRARIES = (
@@ -99,3 +106,19 @@ def is_of_user(hook: Any) -> bool:
         hook = hook.func
     owner = getattr(hook, "__module__", None) or type(hook).__module__
     return owner.partition(".")[0] not in _LIBRARIES
+
+
+@contextmanager
+def without_hooks_of_users(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
+    """Take the hooks that a user has around the forward passes of ``modules`` away within this context."""
+    found: list[tuple[dict, dict]] = [(table, dict(table)) for m in modules for table in hook_tables_of(m) if table]
+    for table, before in found:
+        for key in [key for key, hook in before.items() if is_of_user(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, before in found:
+            now = dict(table)
+            table.clear()
+            table.update(before | now)

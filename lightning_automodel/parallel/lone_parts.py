@@ -10,16 +10,14 @@ the decoder without its head, or the head. Parts are what stands outside of bloc
 much, and each of it would ask in each pass.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import hook_tables_of
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import CONTAINERS, find_blocks, outermost
-from lightning_automodel.parallel.hooks_of_users import is_of_user
+from lightning_automodel.parallel.hooks_of_users import without_hooks_of_users
 
 _MODEL = "_model_of_this_part"
 _RUNNING = "_forward_pass_is_running"
@@ -66,23 +64,7 @@ def _around_part(part: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
         return forward(*args, **kwargs)
     model.__dict__[_INSTEAD] = forward
     try:
-        with _without_hooks_of_users(model):
+        with without_hooks_of_users([model]):  # it is not called by its user
             return model(*args, **kwargs)
     finally:
         model.__dict__.pop(_INSTEAD, None)
-
-
-@contextmanager
-def _without_hooks_of_users(model: nn.Module) -> Generator[None, None, None]:
-    """Take the hooks that a user has around ``model`` itself away within this context: it is not called by its user."""
-    tables: list[tuple[dict, dict]] = [(table, dict(table)) for table in hook_tables_of(model)]
-    for table, before in tables:
-        for key in [key for key, hook in before.items() if is_of_user(hook)]:
-            del table[key]
-    try:
-        yield
-    finally:
-        for table, before in tables:
-            now = dict(table)
-            table.clear()
-            table.update(before | now)

@@ -21,6 +21,7 @@ from lightning_automodel.loading.initialize import cast_parameters
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.compute_dtype import Cast
+from lightning_automodel.parallel.generation import generate_in_step
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.megatron_fsdp.plain import make_plain
 from lightning_automodel.parallel.stages import apply_stages
@@ -90,6 +91,8 @@ def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> N
                 "gradients; use FSDP2TPStrategy or DDPStrategy"
             )
     apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
+    if config.zero_dp_strategy == 3:  # below it, parameters stay gathered
+        generate_in_step(model, axes.data)
 
 
 def finish_split(model: nn.Module, tp_mesh: DeviceMesh, dtypes: Dtypes) -> dict[str, Tensor]:
