@@ -28,7 +28,7 @@ class Parts(Steps):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.numbers, self.model = [], tiny_llama(self.tied)
+            self.numbers, self.model = [], tiny_llama(type(self).tied)
             self.change()
 
     def loss(self, batch: list[Tensor]) -> Tensor:
