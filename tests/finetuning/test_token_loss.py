@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -129,6 +129,41 @@ def test_ranks_with_different_token_counts_equal_one_process(
         expected = _one_big_batch(model_dir, window)
         for steps in ranks:
             _assert_same(steps[start // 2], expected)
+
+
+class Reading(SGD):
+    """Keeps the losses that its steps are given."""
+
+    read: ClassVar[list[float]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.read.append(float(closure()))
+
+
+def _fit_reading(model_dir: str, shares: list[list[Batch]], name: str) -> list[float]:
+    """Runs on a rank: the losses that an optimizer reads."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    module = CausalLM(model_dir, optimizer=lambda parameters: Reading(parameters, lr=0.0), lr_scheduler=None)
+    settings: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        max_epochs=1,
+        strategy=STRATEGIES[name](),
+        use_distributed_sampler=False,
+        **settings,
+    )
+    trainer.fit(module, DataLoader(shares[rank * len(shares) // world], batch_size=None))  # type: ignore[arg-type]
+    return Reading.read[-len(shares[0]) :]
+
+
+@pytest.mark.parametrize("name", ["sharded", "tp", "ddp"])
+def test_an_optimizer_reads_the_mean_whose_gradient_it_gets(model_dir: Path, pool2: Pool, name: str) -> None:
+    batches = _batches(6)
+    shares = [batches] if name == "tp" else [batches[:3], batches[3:]]
+    expected = [_one_big_batch(model_dir, list(step))[0] for step in zip(*shares, strict=True)]
+    for read in pool2.run(_fit_reading, str(model_dir), shares, name, trainer=True):
+        assert read == pytest.approx(expected, rel=1e-5)
 
 
 def test_clipping_sees_the_weighed_gradient(model_dir: Path) -> None:
