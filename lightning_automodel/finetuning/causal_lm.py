@@ -138,7 +138,8 @@ class CausalLM(L.LightningModule):
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
                 scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
-        self._window.restore(self._window_state, self._data_group, self.device)
+        micro_batches = self.trainer.accumulate_grad_batches
+        self._window.restore(self._window_state, self._data_group, micro_batches, self.device)
         self._window_state = {}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -167,9 +168,7 @@ class CausalLM(L.LightningModule):
         group = self._data_group
         targets, loss_sum = self._closed or self._window.close(group)
         self._closed = None
-        ranks = dist.get_world_size(group) if group is not None else 1
-        assert self._window.capacity is not None
-        factor = self.trainer.accumulate_grad_batches * ranks * self._window.capacity / targets.clamp(min=1)
+        factor = self._window.divisor(group, self.trainer.accumulate_grad_batches) / targets.clamp(min=1)
         scale_((p.grad for p in self.parameters() if p.grad is not None), factor)
         self._log_step(targets, loss_sum, optimizer)
         self._log_loads()
@@ -230,7 +229,7 @@ class CausalLM(L.LightningModule):
         """Keeps the number of tokens seen, and those of a step that is not complete."""
         checkpoint["tokens_seen"] = float(self._tokens_seen)
         if hasattr(self.trainer.strategy, "accumulated_gradients"):  # else they are lost, and so must be their tokens
-            checkpoint["token_window"] = self._window.state(self._data_group)
+            checkpoint["token_window"] = self._window.state(self._data_group, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Goes on counting tokens where the checkpoint stopped; adds what ``load_from_checkpoint`` misses of a base."""
