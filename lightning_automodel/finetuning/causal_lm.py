@@ -1,6 +1,7 @@
 """The module: a causal language model trained with a loss that is weighed by tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,6 +93,7 @@ class CausalLM(L.LightningModule):
         )
         self._window = TokenWindow()
         self._window_state: dict[str, Any] = {}
+        self._closed: tuple[Tensor, Tensor] | None = None  # the sums of the step whose gradients wait
         self._tokens_seen = torch.zeros((), dtype=torch.float64)  # moves to the device with the first step
 
     def setup(self, stage: str) -> None:
@@ -136,7 +138,8 @@ class CausalLM(L.LightningModule):
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
                 scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
-        self._window.restore(self._window_state, self._data_group, self.device)
+        micro_batches = self.trainer.accumulate_grad_batches
+        self._window.restore(self._window_state, self._data_group, micro_batches, self.device)
         self._window_state = {}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -147,13 +150,25 @@ class CausalLM(L.LightningModule):
         self._window.add(targets, loss * capacity)
         return loss
 
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Gives optimizers that read losses (searches along a line) the mean that they get gradients of."""
+        assert optimizer_closure is not None
+        optimizer.step(closure=partial(self._mean_loss, optimizer_closure))
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Tensor | None:
+        if closure() is None:  # a batch that training_step left out
+            return None
+        self._closed = self._window.close(self._data_group)
+        return _mean(*self._closed)
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Weighs the gradients, before clipping sees them, and logs the step."""
         group = self._data_group
-        targets, loss_sum = self._window.close(group)
-        ranks = dist.get_world_size(group) if group is not None else 1
-        assert self._window.capacity is not None
-        factor = self.trainer.accumulate_grad_batches * ranks * self._window.capacity / targets.clamp(min=1)
+        targets, loss_sum = self._closed or self._window.close(group)
+        self._closed = None
+        factor = self._window.divisor(group, self.trainer.accumulate_grad_batches) / targets.clamp(min=1)
         scale_((p.grad for p in self.parameters() if p.grad is not None), factor)
         self._log_step(targets, loss_sum, optimizer)
         self._log_loads()
@@ -168,7 +183,7 @@ class CausalLM(L.LightningModule):
         # Lightning reads what its own bars show after every batch, and waits for the device.
         bar = self.trainer.progress_bar_callback
         is_shown = bar is not None and not hasattr(bar, "reads_logged_metrics")
-        self.log("train/loss", (loss_sum / targets.clamp(min=1)).float(), prog_bar=is_shown)
+        self.log("train/loss", _mean(targets, loss_sum), prog_bar=is_shown)
         self.log("train/tokens", self._tokens_seen.float())
         # A tensor stays where it is; Lightning copies a number to the device in every step, and waits for it.
         self.log("lr", torch.as_tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64), prog_bar=is_shown)
@@ -214,7 +229,7 @@ class CausalLM(L.LightningModule):
         """Keeps the number of tokens seen, and those of a step that is not complete."""
         checkpoint["tokens_seen"] = float(self._tokens_seen)
         if hasattr(self.trainer.strategy, "accumulated_gradients"):  # else they are lost, and so must be their tokens
-            checkpoint["token_window"] = self._window.state(self._data_group)
+            checkpoint["token_window"] = self._window.state(self._data_group, self.trainer.accumulate_grad_batches)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Goes on counting tokens where the checkpoint stopped; adds what ``load_from_checkpoint`` misses of a base."""
@@ -237,6 +252,10 @@ class CausalLM(L.LightningModule):
         if hasattr(strategy, "data_group"):
             return strategy.data_group
         return dist.group.WORLD if dist.is_initialized() and self.trainer.world_size > 1 else None
+
+
+def _mean(targets: Tensor, loss_sum: Tensor) -> Tensor:
+    return (loss_sum / targets.clamp(min=1)).float()
 
 
 def check_weights(model: str, from_scratch: bool = False) -> None:

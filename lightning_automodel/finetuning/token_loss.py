@@ -31,10 +31,10 @@ class TokenWindow:
     """
 
     def __init__(self) -> None:
-        self.capacity: int | None = None
+        self.capacity: float | None = None
         self._sums: Tensor | None = None
 
-    def agree_on_capacity(self, labels: Tensor, group: dist.ProcessGroup | None) -> int:
+    def agree_on_capacity(self, labels: Tensor, group: dist.ProcessGroup | None) -> float:
         """Agrees on the divisor of every loss of this run: tokens of the largest first micro-batch of any data rank.
 
         Any constant that all ranks share would do; this one keeps losses, and so half-precision gradients, near 1.
@@ -63,23 +63,37 @@ class TokenWindow:
         """Forgets an unfinished window."""
         self._sums = None
 
-    def state(self, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    def divisor(self, group: dist.ProcessGroup | None, micro_batches: int) -> float:
+        """Returns what a step's loss sums are divided by in the loop: micro-batches * ranks * capacity."""
+        assert self.capacity is not None, "no training step has agreed on a capacity"
+        return micro_batches * _size(group) * self.capacity
+
+    def state(self, group: dist.ProcessGroup | None, micro_batches: int) -> dict[str, Any]:
         """Sums the window so far over ``group``. Collective. Empty between windows."""
         if self._sums is None:
             return {}
         sums = self._sums.clone()
         if group is not None:
             dist.all_reduce(sums, group=group)
-        return {"capacity": self.capacity, "sums": sums.tolist()}
+        return {"divisor": self.divisor(group, micro_batches), "sums": sums.tolist()}
 
-    def restore(self, state: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Goes on where :meth:`state` was taken, on any number of ranks: the first of ``group`` holds all sums."""
+    def restore(
+        self, state: Mapping[str, Any], group: dist.ProcessGroup | None, micro_batches: int, device: torch.device
+    ) -> None:
+        """Goes on where :meth:`state` was taken, on any number of ranks: the first of ``group`` holds all sums.
+
+        The gradients so far have that run's divisor, and so get those that are added to them.
+        """
         self.reset()
         if state:
-            self.capacity = state["capacity"]
+            self.capacity = state["divisor"] / (micro_batches * _size(group))
             is_first = group is None or group.rank() == 0
             values = state["sums"] if is_first else [0.0, 0.0]
             self._sums = torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if group is not None else 1
 
 
 class TokenLoss(MeanOverTargets):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.training import SaveAfter
 
 Batch = dict[str, Tensor]
 Step = tuple[float, dict[str, Tensor]]  # train/loss and the gradients that the optimizer sees
@@ -129,6 +130,80 @@ def test_ranks_with_different_token_counts_equal_one_process(
         expected = _one_big_batch(model_dir, window)
         for steps in ranks:
             _assert_same(steps[start // 2], expected)
+
+
+class Reading(SGD):
+    """Keeps the losses that its steps are given."""
+
+    read: ClassVar[list[float]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.read.append(float(closure()))
+
+
+def _fit_reading(model_dir: str, shares: list[list[Batch]], name: str) -> list[float]:
+    """Runs on a rank: the losses that an optimizer reads."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    module = CausalLM(model_dir, optimizer=lambda parameters: Reading(parameters, lr=0.0), lr_scheduler=None)
+    settings: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        max_epochs=1,
+        strategy=STRATEGIES[name](),
+        use_distributed_sampler=False,
+        **settings,
+    )
+    trainer.fit(module, DataLoader(shares[rank * len(shares) // world], batch_size=None))  # type: ignore[arg-type]
+    return Reading.read[-len(shares[0]) :]
+
+
+@pytest.mark.parametrize("name", ["sharded", "tp", "ddp"])
+def test_an_optimizer_reads_the_mean_whose_gradient_it_gets(model_dir: Path, pool2: Pool, name: str) -> None:
+    batches = _batches(6)
+    shares = [batches] if name == "tp" else [batches[:3], batches[3:]]
+    expected = [_one_big_batch(model_dir, list(step))[0] for step in zip(*shares, strict=True)]
+    for read in pool2.run(_fit_reading, str(model_dir), shares, name, trainer=True):
+        assert read == pytest.approx(expected, rel=1e-5)
+
+
+def _rows() -> list[Batch]:
+    """Eight rows of one width, from almost no to almost all tokens trained on."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(4, 300, (8, 12), generator=generator)
+    ignored = torch.rand(ids.shape, generator=generator) < torch.linspace(0.1, 0.9, 8)[:, None]
+    labels = ids.masked_fill(ignored, -100)
+    return [{"input_ids": ids[row], "labels": labels[row]} for row in range(8)]
+
+
+def _go_on(model_dir: str, name: str, directory: Path, goes_on: bool) -> list[Step]:
+    """Runs on a rank: steps of two micro-batches of four rows; stops behind the first one, or goes on from there."""
+    world, module = int(os.environ["WORLD_SIZE"]), Recorder(model_dir)
+    data_size = 1 if name == "tp" else world
+    settings: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        max_epochs=1,
+        strategy=STRATEGIES[name](),
+        accumulate_grad_batches=2,
+        callbacks=[] if goes_on else [SaveAfter(directory, 1)],
+        **settings,
+    )
+    trainer.fit(module, DataLoader(_rows(), batch_size=4 // data_size), ckpt_path=directory if goes_on else None)  # type: ignore[arg-type]
+    return module.steps
+
+
+@pytest.mark.parametrize(("first", "second"), [(("ddp", 2), ("ddp", 1)), (("tp", 2), ("sharded", 2))])
+def test_a_step_goes_on_with_another_number_of_data_ranks(
+    model_dir: Path, tmp_path: Path, nursery: Nursery, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    path = tmp_path / "half.ckpt"
+    Pool(nursery, first[1]).run(_go_on, str(model_dir), first[0], path, False, trainer=True)
+    batch = {key: torch.stack([row[key] for row in _rows()]) for key in ("input_ids", "labels")}
+    for steps in Pool(nursery, second[1]).run(_go_on, str(model_dir), second[0], path, True, trainer=True):
+        assert len(steps) == 1
+        _assert_same(steps[0], _one_big_batch(model_dir, [batch]))
 
 
 def test_clipping_sees_the_weighed_gradient(model_dir: Path) -> None:
