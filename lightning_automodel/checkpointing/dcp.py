@@ -70,6 +70,8 @@ class Held:
     @staticmethod
     def of(tensor: Tensor, key: str) -> "Held":
         """Describes what this rank holds of ``tensor``, without a copy; ``key`` chooses the writer among replicas."""
+        if not tensor.numel():  # nobody has a part of it
+            tensor = local_tensor(tensor).new_empty(tensor.shape)
         copies, index = place_among_replicas(tensor)
         is_writer = zlib.crc32(key.encode()) % copies == index
         local = local_tensor(tensor)

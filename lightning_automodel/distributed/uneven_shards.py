@@ -40,7 +40,8 @@ class Partition:
 class Fragment(Tensor):
     """This rank's memory of a tensor with a :class:`Partition`; its shape is that of the whole tensor.
 
-    For checkpoints: it can be detached, gathered and stored, not computed with.
+    For checkpoints: it can be detached, gathered and stored. What is computed element by element, of numbers and of
+    fragments of one partition, is a fragment; nothing else is.
     """
 
     local: Tensor
@@ -55,12 +56,28 @@ class Fragment(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return Fragment(args[0].local, args[0].partition)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        partition = next(tensor.partition for tensor in tensors if isinstance(tensor, Fragment))
+        if _is_elementwise(func) and all(_fits(tensor, partition) for tensor in tensors):
+            local_args, local_kwargs = tree_map_only(Fragment, lambda part: part.local, (args, kwargs or {}))
+            return Fragment(func(*local_args, **local_kwargs), partition)
         raise TypeError(f"{func} of a part of a tensor that other ranks hold too; gather it first")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Fragment({tuple(self.local.shape)} of {tuple(self.shape)})"
+
+
+_COPIES = ("detach", "clone", "_to_copy")
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Tell whether ``func`` makes a new tensor, of which each element is that of those at its place, without draws."""
+    name, draws = func.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in func.tags
+    return name in _COPIES or (torch.Tag.pointwise in func.tags and not name.endswith("_") and not draws)
+
+
+def _fits(tensor: Tensor, partition: Partition) -> bool:
+    return tensor.partition is partition if isinstance(tensor, Fragment) else tensor.ndim == 0
 
 
 def set_partition(parameter: Tensor, partition: Partition) -> None:

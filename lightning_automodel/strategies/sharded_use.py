@@ -21,6 +21,13 @@ _OUTSIDE = (
     "encoder, a teacher) belongs before the first forward pass of the step, too, or into on_train_batch_start: behind "
     "it some of them are whole copies until the backward pass"
 )
+_INTO = (
+    "a plain tensor goes into a sharded parameter or gradient. Make it like the other one, which draws and cuts it as "
+    "one process does (p.grad.add_(torch.randn_like(p.grad)), torch.zeros_like(p)), or cut a whole one, the same on "
+    "all ranks (distribute_tensor(whole, p.device_mesh, p.placements) of torch.distributed.tensor). What averages "
+    "parameters into those of another model belongs before the first forward pass of the step, or into "
+    "on_train_batch_start: behind it some of them are whole copies until the backward pass"
+)
 _BY_INDICES = (
     "shards do not take values by a mask or by indices (tensor[mask] = value); use "
     "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
@@ -29,6 +36,7 @@ _INSTEAD = {
     "Output 0 of _Local is a view and its base or another view of its base has been modified": _WRITTEN,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
+    "_.Tensor got mixed torch.Tensor and DTensor": _INTO,  # add_, mul_; says more than the words before
     "on inputs with different meshes": _OUTSIDE,  # of units that are gathered behind a forward pass, and others
     "Sharding propagation failed for aten.view": (
         "the shards of a parameter or gradient are not those of its flattened form; compute with each tensor alone, or "

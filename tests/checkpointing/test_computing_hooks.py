@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Pool
+from tests.support.layouts import LAYOUTS
+from tests.support.subjects import gather_part
 from tests.support.training import Recorder, batches, fit, make_trainer, whole_parameters
 
 NORM, HEAD = "model.model.norm.weight", "model.lm_head.weight"
@@ -36,3 +40,29 @@ def test_hooks_compute_with_what_is_not_read(pool2: Pool, tmp_path: Path) -> Non
     for trained, loaded in pool2.run(compute, tmp_path, trainer=True):
         expected = {**trained, NORM: 2 * trained[NORM] - trained[NORM] / 2, HEAD: trained[HEAD].roll(-1, 0)}
         assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+class Saving(Recorder):
+    """Casts, clones and scales what it saves."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = {name: (value.clone() * 2).double() for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = state
+
+
+def save_what_was_computed(layout: str, directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Runs on each rank: a step, and what its checkpoint holds."""
+    module, path = Saving(tied=False), directory / f"{layout}.ckpt"
+    run = make_trainer(LAYOUTS[layout].make(), max_steps=1)
+    run.fit(module, batches(2))
+    run.save_checkpoint(path)
+    stored = read_checkpoint(Location.of(path))["state_dict"]
+    parameters = {name: gather_part(parameter) for name, parameter in module.named_parameters()}
+    return parameters, {name: value.load() for name, value in stored.items()}
+
+
+def test_hooks_compute_with_what_is_saved(pool2: Pool, tmp_path: Path) -> None:
+    """In shards, also those of which ranks hold uneven numbers of rows."""
+    for layout in ("fsdp2-dp2", "megatron3-dp2"):
+        trained, stored = pool2.run(save_what_was_computed, layout, tmp_path, trainer=True)[0]
+        assert all(torch.equal(stored[name], 2 * value.double()) for name, value in trained.items())

@@ -15,11 +15,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_automodel.checkpointing.dcp import Held, list_tensors, write_tensors
+from lightning_automodel.checkpointing.reading import read_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.boxes import boxes_at
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.layouts import LAYOUTS
+from tests.support.training import Recorder, SaveAfter, batches, make_trainer
 
 
 def cut(rows: Tensor, count: int, index: int) -> Tensor:
@@ -73,3 +76,38 @@ def test_uneven_shards_are_saved_right(nursery: Nursery, rows: int, torch_is_rig
     """7 rows over tp=2 are 4 and 3, over dp=3 then 2 + 2 and 1 + 1 + 1: torch's offsets are wrong here."""
     results = Pool(nursery, 6).run(saved, rows, 2, with_directory=True)
     assert results == [{"gathered": True, "ours": True, "torch": torch_is_right}] * 6
+
+
+class Rowless(nn.Module):
+    """A parameter without rows beside one with some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.some = (nn.Parameter(torch.ones(rows, 5)) for rows in (0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.none.sum() + self.some.sum() * x
+
+
+class WithRowless(Recorder):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.more = Rowless()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.more(batch[0].new_ones(())) / 100
+
+
+def save_and_load(path: Path) -> list[tuple[int, ...]]:
+    """Runs on each rank."""
+    make_trainer(LAYOUTS["megatron3-dp2"].make(), max_steps=1, callbacks=[SaveAfter(path, 1)]).fit(
+        WithRowless(), batches(2)
+    )
+    module = WithRowless()
+    make_trainer(LAYOUTS["megatron3-dp2"].make()).validate(module, batches(2), ckpt_path=path, verbose=False)
+    state = read_checkpoint(Location.of(path))["state_dict"]
+    return [tuple(state[name].shape) for name in ("more.none", "more.some")]
+
+
+def test_a_parameter_without_rows_is_saved(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(save_and_load, tmp_path / "a.ckpt", trainer=True) == [[(0, 5), (3, 5)]] * 2

@@ -179,6 +179,31 @@ def test_pruning_is_for_whole_tensors(nursery: Nursery) -> None:
     assert Pool(nursery, 1).run(prune, "ddp", trainer=True) == [""]
 
 
+class Noised(Recorder):
+    """Adds plain noise to gradients, or noise like them."""
+
+    is_plain = True
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for gradient in (p.grad for p in self.parameters() if p.grad is not None):
+            gradient.add_(torch.randn(gradient.shape) if self.is_plain else torch.randn_like(gradient), alpha=1e-3)
+
+
+def add_noise() -> str:
+    module = Noised()
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer({}, max_steps=1).fit(module, batches(2))
+    module.is_plain = False
+    make_trainer({}, max_steps=1).fit(module, batches(2))
+    return str(caught.value)
+
+
+def test_plain_noise_on_gradients_is_told_of_noise_like_them(pool2: Pool) -> None:
+    for said in pool2.run(add_noise, trainer=True):
+        assert said.startswith("a plain tensor goes into a sharded parameter or gradient")
+        assert "p.grad.add_(torch.randn_like(p.grad))" in said
+
+
 # ---- on sharded weights ----------------------------------------------------------------------------------------------
 
 
