@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_automodel._compat.dtensor import dtensor_from, handle_draws
+from lightning_automodel._compat.dtensor import dtensor_from
+from lightning_automodel._compat.dtensor_operations import handle_draws
 from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.boxes import boxes_at
 from lightning_automodel.distributed.random_numbers import generator_of

@@ -1,0 +1,127 @@
+"""Watches operations on DTensors, by private names of what dispatches them: draws, gathers, views, reductions."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from lightning_automodel._compat.pytree import tree_leaves
+
+_HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
+
+_DRAWS = (
+    *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "poisson", "native_dropout"),
+)
+
+
+@functools.cache
+def handle_draws(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Call ``draw(operation, arguments, keyword_arguments)`` from now on where numbers are drawn on DTensors with real
+    memory. ``NotImplemented`` leaves it to torch, whose trackers of states (2.13) are private and for accelerators.
+    """
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sharded = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+        if type(sharded._local_tensor) is Tensor and not sharded.is_meta:
+            drawn = draw(op, args, kwargs)
+            if drawn is not NotImplemented:
+                return drawn
+        del _HANDLERS[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            _HANDLERS[op] = handle
+
+    for name in _DRAWS:
+        packet = getattr(torch.ops.aten, name)
+        overloads = (getattr(packet, overload) for overload in packet.overloads())
+        for op in overloads:
+            if not any(argument.is_out for argument in op._schema.arguments):
+                _HANDLERS[op] = handle
+
+
+@functools.cache
+def tell_of_copied_views(tell: Callable[[str], None]) -> None:
+    """Call ``tell(operation)`` from now on where what torch takes for a view of a DTensor (a slice, a row) is a copy,
+    because the tensor was gathered for it. torch does so without a word, where a plain view would write through.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    original = dispatcher.redistribute_local_args
+
+    def redistribute(op_info: Any, suggested: Any, *args: Any) -> Any:
+        if suggested.op.is_view and op_info.flat_args_schema[0] != suggested.args_schema[0]:
+            tell(str(suggested.op))
+        return original(op_info, suggested, *args)
+
+    dispatcher.redistribute_local_args = redistribute
+
+
+def refuse_gathering(mesh: DeviceMesh, message: str) -> None:
+    """Raise a ``ValueError`` with ``message`` from now on where shards of a DTensor over ``mesh`` would be gathered.
+
+    Where ranks hold other sizes than its placement says, torch (2.13) waits forever, or returns other values.
+    """
+    _UNGATHERED[mesh] = message
+    _watch_gathering()
+
+
+_UNGATHERED: dict[DeviceMesh, str] = {}
+
+
+@functools.cache
+def _watch_gathering() -> None:
+    def check(mesh: DeviceMesh, before: Any, after: Any) -> None:
+        if mesh in _UNGATHERED and before != after and any(placement.is_shard() for placement in before):
+            raise ValueError(_UNGATHERED[mesh])
+
+    dispatcher: Any = DTensor._op_dispatcher
+    of_arguments, of_one = dispatcher.redistribute_local_args, DTensor.redistribute
+
+    def redistribute_arguments(op_info: Any, suggested: Any, *args: Any) -> Any:
+        is_flat = op_info.args_tree_spec is None  # as torch's own: op_info.schema is not always there
+        wanted = suggested.args_schema if is_flat else tree_leaves(suggested.args_schema)
+        for before, after in zip(op_info.flat_args_schema, wanted, strict=False):
+            if isinstance(before, DTensorSpec):
+                check(before.mesh, before.placements, after.placements)
+        return of_arguments(op_info, suggested, *args)
+
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
+        check(self.device_mesh, tuple(self.placements), tuple(placements or ()))
+        return of_one(self, device_mesh, placements, **kwargs)
+
+    dispatcher.redistribute_local_args = redistribute_arguments
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+
+
+_REDUCTIONS = (
+    *("all", "amax", "amin", "any", "argmax", "argmin", "linalg_vector_norm", "max", "mean", "min", "norm", "prod"),
+    *("std", "sum", "var", "_foreach_norm"),
+)
+
+
+@functools.cache
+def watch_reductions(check: Callable[[DTensor], None]) -> None:
+    """Call ``check(tensor)`` from now on before an operation that makes fewer numbers of those of a DTensor."""
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, DTensor):
+                check(leaf)
+        del _HANDLERS[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            _HANDLERS[op] = handle
+
+    for name in _REDUCTIONS:
+        packet = getattr(torch.ops.aten, name)
+        for op in (getattr(packet, overload) for overload in packet.overloads()):
+            names = [argument.name for argument in op._schema.arguments]
+            if "other" not in names and not any(argument.is_out for argument in op._schema.arguments):
+                _HANDLERS[op] = handle
