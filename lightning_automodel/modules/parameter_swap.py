@@ -115,6 +115,8 @@ class ParameterSwap:
     def _lost_writes(self, swapped: _Swapped) -> Iterator[tuple[_Table, str]]:
         """Yield what was written in a forward pass and is not stored as one process would store it."""
         for table, name, parameter, before in swapped:
+            if _is_sharded_again(table[name]):
+                continue
             written = self._writes.changed((id(table), name), table[name], before)
             if not written or _is_stored_whole(parameter, table[name]):
                 continue
@@ -124,7 +126,15 @@ class ParameterSwap:
 
 def _swap_out(swapped: _Swapped) -> None:
     for table, name, parameter, _ in swapped:
-        table[name] = parameter
+        if not _is_sharded_again(table[name]):
+            table[name] = parameter
+
+
+def _is_sharded_again(seen: Tensor) -> bool:
+    """Tell whether FSDP2 has put the shards in place since, and freed what was whole: the model was left within a part
+    of it that is called by itself, and nothing has to be kept for a backward pass.
+    """
+    return isinstance(seen, DTensor)
 
 
 def _is_stored_whole(parameter: Tensor, seen: Tensor) -> bool:
