@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel._compat.modules import hook_tables_of, own_buffers
 from lightning_automodel._compat.pytree import tree_map
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
-from lightning_automodel.parallel.hooks_of_users import is_of_user
+from lightning_automodel.parallel.hooks_of_users import without_hooks_of_users
 from lightning_automodel.plans.linearity import tensors
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -31,15 +31,13 @@ def leaving_no_trace(module: nn.Module) -> Generator[None, None, None]:
     """
     modules, states = list(module.modules()), generator_states()
     modes, attributes = [m.training for m in modules], [_attributes(m) for m in modules]
-    hooks: list[tuple[dict, dict]] = [(table, dict(table)) for m in modules for table in hook_tables_of(m)]
-    buffers: list[tuple[dict, dict]] = [(own_buffers(m), dict(own_buffers(m))) for m in modules]
+    tables: list[dict] = [table for m in modules for table in (*hook_tables_of(m), own_buffers(m))]
+    contents = [dict(table) for table in tables]
     try:
-        for table, before in hooks:
-            for key in [key for key, hook in before.items() if is_of_user(hook)]:
-                del table[key]
-        yield
+        with without_hooks_of_users(modules):
+            yield
     finally:
-        for table, before in [*hooks, *buffers]:
+        for table, before in zip(tables, contents, strict=True):
             table.clear()
             table.update(before)
         for m, training, values in zip(modules, modes, attributes, strict=True):

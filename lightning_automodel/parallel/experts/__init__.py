@@ -83,7 +83,7 @@ class ExpertParallel:
             ValueError: if tokens cannot travel to them, with the reason and the way out.
         """
         found = find_experts(model, axes.shards, axes.ep.size())
-        check_experts(model, found.values())
+        check_experts(model, found.values(), "use ep=1, where FSDP2 gathers the experts")
         return cls(axes, found) if found else None
 
     def divide(self, model: nn.Module, dispatcher: Dispatcher | None = None) -> None:

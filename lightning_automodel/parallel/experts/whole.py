@@ -45,7 +45,7 @@ def find_whole_experts(model: nn.Module, layout: Layout, tp: int) -> dict[str, S
             continue
         _check(model, experts, whole, tp)
         found[name] = experts
-    check_experts(model, found.values())
+    check_experts(model, found.values(), "use the model's own plan, which splits each expert")
     return found
 
 

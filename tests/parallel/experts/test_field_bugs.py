@@ -70,6 +70,14 @@ class Pair:
             difference = (other.full_tensor() - parameter.grad).norm()  # type: ignore[attr-defined]
             yield name, float(difference / parameter.grad.norm().clamp(min=1e-9))
 
+    def run(self) -> tuple[float, str]:
+        """Passes forward and back, and tells the worst gradient."""
+        ids = self.batches()
+        _loss(self.spread, ids[self.rank]).backward()
+        for x in ids:
+            (_loss(self.alone, x) / len(ids)).backward()
+        return self.worst
+
     @property
     def worst(self) -> tuple[float, str]:
         return max((error, name) for name, error in self.gradient_errors())
@@ -123,12 +131,7 @@ def frozen(names: str) -> tuple[float, str]:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_((".experts." in name) != (names == "experts"))
 
-    pair = Pair(freeze)
-    ids = pair.batches()
-    _loss(pair.spread, ids[pair.rank]).backward()
-    for x in ids:
-        (_loss(pair.alone, x) / 4).backward()
-    return pair.worst
+    return Pair(freeze).run()
 
 
 def stock_tools() -> tuple[float, str]:

@@ -13,7 +13,7 @@ from lightning_automodel.parallel.experts.check import check_experts
 from lightning_automodel.plans.experts import find_experts
 from lightning_automodel.testing.pool import Pool
 from tests.parallel.experts.test_exact import EIGHT
-from tests.parallel.experts.test_field_bugs import BOUND, Pair, _loss
+from tests.parallel.experts.test_field_bugs import BOUND, Pair
 from tests.support.families import tiny_model
 
 Forward = Callable[..., Tensor]
@@ -52,8 +52,10 @@ def test_rows_that_depend_on_others(change: Callable[[Forward], Forward]) -> Non
     model = tiny_model("qwen3_moe", **EIGHT)
     last = all_experts(model)[-1]
     last.forward = MethodType(change(last.forward), last)
-    with pytest.raises(ValueError, match=r"Qwen3MoeExperts returns is not the sum .* of each row alone"):
-        check_experts(model, find_experts(model, 2, 2).values())
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.experts \(Qwen3MoeExperts\) returns is not the sum .*; use ep=1"
+    ):
+        check_experts(model, find_experts(model, 2, 2).values(), "use ep=1")
 
 
 def test_dropout_and_what_a_pass_keeps_are_left_alone() -> None:
@@ -67,7 +69,7 @@ def test_dropout_and_what_a_pass_keeps_are_left_alone() -> None:
 
     last.forward = MethodType(forward, last)
     state = torch.get_rng_state()
-    check_experts(model.train(), find_experts(model, 2, 2).values())
+    check_experts(model.train(), find_experts(model, 2, 2).values(), "use ep=1")
     assert torch.equal(torch.get_rng_state(), state)
     assert not hasattr(last, "seen")
     assert (last.training, last.num_experts) == (True, 8)
@@ -81,12 +83,7 @@ def hook_around(model: nn.Module) -> None:
 
 def hooked() -> tuple[float, str]:
     """Runs on each rank."""
-    pair = Pair(hook_around)
-    ids = pair.batches()
-    _loss(pair.spread, ids[pair.rank]).backward()
-    for x in ids:
-        (_loss(pair.alone, x) / 4).backward()
-    return pair.worst
+    return Pair(hook_around).run()
 
 
 def test_hooks_around_experts(pool4: Pool) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.mesh import resolve_sizes
-from lightning_automodel.parallel.experts.check import check_rows
+from lightning_automodel.parallel.experts.check import check_experts
 from lightning_automodel.plans.experts import Owners, find_experts
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.families import tiny_model
@@ -78,7 +78,7 @@ def test_weights_that_are_not_applied_last() -> None:
     holder = nn.ModuleDict({"experts": WeightsInside()})
     found = find_experts(holder, 2, 2)
     with pytest.raises(ValueError, match="not the sum of what its experts return of each row alone, times"):
-        check_rows(holder["experts"], found["experts"])
+        check_experts(holder, found.values(), "use ep=1")
 
 
 def test_numbers_of_experts_that_are_no_parameter() -> None:
