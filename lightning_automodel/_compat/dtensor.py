@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from lightning_automodel._compat.dtensor_operations import HANDLERS, by_torch
 from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
 from lightning_automodel._compat.tensors import version_of
 
@@ -35,8 +36,7 @@ def _item(op_call: Any, args: Any, kwargs: Any) -> Any:
     return args[0].detach().full_tensor().item()
 
 
-_HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
-_HANDLERS[torch.ops.aten._local_scalar_dense.default] = _item
+HANDLERS[torch.ops.aten._local_scalar_dense.default] = _item
 """Gives ``float(x)``, ``x.item()`` and ``if x:`` the number of all ranks. torch (2.13) gives each rank that of its own
 part of a DTensor (in ``p.grad.norm()`` of the rows that it holds), and has no public way to change that.
 """
@@ -45,14 +45,10 @@ part of a DTensor (in ``p.grad.norm()`` of the rows that it holds), and has no p
 def _equal(op_call: Any, args: Any, kwargs: Any) -> Any:
     if args[0].shape != args[1].shape:
         return False
-    del _HANDLERS[op_call]
-    try:
-        return op_call(*args)
-    finally:
-        _HANDLERS[op_call] = _equal
+    return by_torch(op_call, *args)
 
 
-_HANDLERS[torch.ops.aten.equal.default] = _equal
+HANDLERS[torch.ops.aten.equal.default] = _equal
 """Lets ``torch.equal`` answer for tensors of different shapes. torch (2.13) brings them to one placement, and fails
 where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks for parameters by it.
 """

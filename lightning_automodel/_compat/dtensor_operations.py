@@ -12,7 +12,25 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lightning_automodel._compat.pytree import tree_leaves
 
-_HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
+HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
+"""What DTensor calls in the place of an operation."""
+
+
+def by_torch(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation as DTensor would without the handler that calls this."""
+    handle = HANDLERS.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        HANDLERS[op] = handle
+
+
+def _overloads(names: tuple[str, ...]) -> set[Any]:
+    """Find the operations of torch's with these names, but for those that write into a tensor that they are given."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    overloads = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+    return {op for op in overloads if not any(argument.is_out for argument in op._schema.arguments)}
+
 
 _DRAWS = (
     *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
@@ -32,18 +50,9 @@ def handle_draws(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) ->
             drawn = draw(op, args, kwargs)
             if drawn is not NotImplemented:
                 return drawn
-        del _HANDLERS[op]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            _HANDLERS[op] = handle
+        return by_torch(op, *args, **kwargs)
 
-    for name in _DRAWS:
-        packet = getattr(torch.ops.aten, name)
-        overloads = (getattr(packet, overload) for overload in packet.overloads())
-        for op in overloads:
-            if not any(argument.is_out for argument in op._schema.arguments):
-                _HANDLERS[op] = handle
+    HANDLERS.update(dict.fromkeys(_overloads(_DRAWS), handle))
 
 
 @functools.cache
@@ -113,15 +122,7 @@ def watch_reductions(check: Callable[[DTensor], None]) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, DTensor):
                 check(leaf)
-        del _HANDLERS[op]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            _HANDLERS[op] = handle
+        return by_torch(op, *args, **kwargs)
 
-    for name in _REDUCTIONS:
-        packet = getattr(torch.ops.aten, name)
-        for op in (getattr(packet, overload) for overload in packet.overloads()):
-            names = [argument.name for argument in op._schema.arguments]
-            if "other" not in names and not any(argument.is_out for argument in op._schema.arguments):
-                _HANDLERS[op] = handle
+    of_two = {op for op in _overloads(_REDUCTIONS) if any(a.name == "other" for a in op._schema.arguments)}
+    HANDLERS.update(dict.fromkeys(_overloads(_REDUCTIONS) - of_two, handle))

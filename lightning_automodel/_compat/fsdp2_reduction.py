@@ -36,6 +36,7 @@ from lightning_automodel._compat.fsdp2_waiting import (
     waiting_in,
     was_gathered,
 )
+from lightning_automodel._compat.tensors import version_of
 
 Note = Callable[[int, list[bool], list[Tensor]], None]
 """Takes the number of a group, which of its parameters take part in a reduction, and these."""
@@ -257,7 +258,7 @@ def _takes_part(held: Any) -> bool:
 
 def _state_of_gradient(held: Any) -> tuple[int, int]:
     gradient = held.sharded_param.grad
-    return id(gradient), -1 if gradient is None else gradient._version
+    return id(gradient), -1 if gradient is None else version_of(gradient)
 
 
 def _only_waits(group: Any) -> bool:
