@@ -75,15 +75,6 @@ def find_input_embedding(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
-def find_encoder(model: nn.Module) -> nn.Module | None:
-    """Find the encoder of an encoder-decoder, which ``generate`` calls by itself; ``None`` for all other models."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config.is_encoder_decoder:
-            encoder = module.get_encoder()
-            return None if encoder is module else encoder
-    return None
-
-
 def find_names_of_ends(model: nn.Module) -> tuple[str | None, str | None]:
     """Find the names of what turns tokens into vectors and of what makes the logits; ``None`` where there is none."""
     if not isinstance(model, PreTrainedModel):

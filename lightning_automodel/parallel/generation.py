@@ -75,7 +75,7 @@ class _Rounds:
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin a round with a pass of this rank; it does not wait for the votes of others."""
+        """Begin a round with a pass of this rank, which needs no votes of others: a host waits for no accelerator."""
         self._last = {name: kwargs[name] for name in (*_ENCODED, "decoder_input_ids") if name in kwargs}
         self._vote(active=True)
 

@@ -29,16 +29,16 @@ def run_parts_inside(model: nn.Module) -> None:
 
     A model without blocks is called as a whole.
     """
-    blocks = list(find_blocks(model))
-    parts = [part for name, part in model.named_modules() if name and outermost(blocks, name) is None]
-    parts = [part for part in parts if not isinstance(part, CONTAINERS) and any(True for _ in part.parameters())]
+    blocks = find_blocks(model)
+    outside = [part for name, part in model.named_modules() if name and outermost(list(blocks), name) is None]
+    parts = [p for p in outside if not isinstance(p, CONTAINERS) and next(p.parameters(), None) is not None]
     if not blocks or not parts:
         return
     wrap_forward(model, _around_model)
-    for part in (*parts, *find_blocks(model).values()):
-        part.__dict__[_MODEL] = model  # no child, and a deep copy of the model has its own
     for part in parts:
         wrap_forward(part, _around_part)
+    for module in (*parts, *blocks.values()):
+        vars(module)[_MODEL] = model  # no child, and a deep copy of the model has its own
 
 
 def is_called_alone(block: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lightning_automodel import DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.finetuning import CausalLM
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.training import SaveAfter
+from tests.support.training import SaveAfter, make_trainer, world_size
 
 Batch = dict[str, Tensor]
 Step = tuple[float, dict[str, Tensor]]  # train/loss and the gradients that the optimizer sees
@@ -145,15 +145,7 @@ def _fit_reading(model_dir: str, shares: list[list[Batch]], name: str) -> list[f
     """Runs on a rank: the losses that an optimizer reads."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     module = CausalLM(model_dir, optimizer=lambda parameters: Reading(parameters, lr=0.0), lr_scheduler=None)
-    settings: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        max_epochs=1,
-        strategy=STRATEGIES[name](),
-        use_distributed_sampler=False,
-        **settings,
-    )
+    trainer = make_trainer(STRATEGIES[name](), max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, DataLoader(shares[rank * len(shares) // world], batch_size=None))  # type: ignore[arg-type]
     return Reading.read[-len(shares[0]) :]
 
@@ -178,18 +170,9 @@ def _rows() -> list[Batch]:
 
 def _go_on(model_dir: str, name: str, directory: Path, goes_on: bool) -> list[Step]:
     """Runs on a rank: steps of two micro-batches of four rows; stops behind the first one, or goes on from there."""
-    world, module = int(os.environ["WORLD_SIZE"]), Recorder(model_dir)
-    data_size = 1 if name == "tp" else world
-    settings: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        max_epochs=1,
-        strategy=STRATEGIES[name](),
-        accumulate_grad_batches=2,
-        callbacks=[] if goes_on else [SaveAfter(directory, 1)],
-        **settings,
-    )
+    module, data_size = Recorder(model_dir), 1 if name == "tp" else world_size()
+    callbacks = [] if goes_on else [SaveAfter(directory, 1)]
+    trainer = make_trainer(STRATEGIES[name](), max_epochs=1, accumulate_grad_batches=2, callbacks=callbacks)
     trainer.fit(module, DataLoader(_rows(), batch_size=4 // data_size), ckpt_path=directory if goes_on else None)  # type: ignore[arg-type]
     return module.steps
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_automodel import FSDP2TPStrategy, MegatronFSDPStrategy
 from lightning_automodel.modules import structure
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.parallel.test_lone_parts import tiny_bart
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS, Layout
@@ -176,3 +176,23 @@ def test_steps_are_those_of_one_process(kind: type[Rewarded], layout: str, nurse
         assert rank["told"] == pytest.approx(one["told"])
         for expected, found in zip(one["gradients"], rank["gradients"], strict="megatron" not in layout):
             check_gradients(expected, found)
+
+
+class Judged(Rewarded):
+    """Asks another sharded model for a word, from within its own completion."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.judge = tiny_llama()
+
+    def complete(self, model: nn.Module, ids: Tensor) -> Tensor:
+        def judged(seen: Tensor, scores: Tensor) -> Tensor:
+            self.judge.generate(seen, max_new_tokens=1)
+            return scores
+
+        return model.generate(ids, max_new_tokens=2, logits_processor=[judged], pad_token_id=PADDING)
+
+
+def test_a_model_that_generates_within_another_is_refused(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"LlamaForCausalLM generates within generate of LlamaForCausalLM.*one model"):
+        pool2.run(fitted, Judged, "fsdp2-dp2", trainer=True)

@@ -219,6 +219,7 @@ ALL = [
 FAST = [
     *((kind, "fsdp2-dp2") for kind in KINDS),
     *((kind, "fsdp2-tp2") for kind in (Embedded, WithoutHead, Early, OverBlocks, Glued)),
+    (InTurnByUnits, "fsdp2-dp2-tp2"),
     *((kind, "fsdp2-cp2") for kind in (Embedded, WithoutHead, Early)),
 ]
 
