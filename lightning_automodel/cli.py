@@ -30,6 +30,7 @@ from lightning_automodel.command.mistakes import argument_names, describe_mistak
 from lightning_automodel.command.predictions import PredictingTrainer
 from lightning_automodel.command.quiet import be_quiet
 from lightning_automodel.command.report import report_command
+from lightning_automodel.command.saved_config import ConfigBesideLogs
 from lightning_automodel.command.text import generate
 from lightning_automodel.command.writable import refuse_unwritable
 from lightning_automodel.config import FSDP2Config
@@ -64,6 +65,7 @@ class AutomodelCLI(LightningCLI):
             seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,
+            save_config_callback=ConfigBesideLogs,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
             parser_kwargs={"description": _DESCRIPTION, "exit_on_error": False, "version": _versions()},

@@ -67,6 +67,13 @@ def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsy
     assert all(row["log_likelihood"] < 0 < row["tokens"] <= 31 for row in rows)
 
 
+def test_without_a_logger_the_users_file_stays(config: Path) -> None:
+    written = config.read_text()
+    here = ["--trainer.logger=false", "--trainer.default_root_dir=null"]  # the working directory
+    main(["fit", "--config", str(config), "--trainer.strategy=auto", *here])
+    assert config.read_text() == written
+
+
 def test_an_adapter_by_switches(config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = yaml.safe_load(config.read_text())
     content["model"]["init_args"]["peft"] = {"r": 4, "target_modules": "all-linear"}
