@@ -40,7 +40,7 @@ def main() -> None:
     kept = Kept(arguments.out, arguments.smoke)
     left = [row for row in rows if (arguments.only in row.key if arguments.only else row.key not in kept.found)]
     page.add(describe(arguments.smoke))
-    runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out)
+    runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out, arguments.profile)
     try:
         for lines in tables([row for row in rows if row in left or row.key in kept.found], left, runner, kept):
             page.add(lines)
@@ -57,6 +57,9 @@ def parse(page: Page) -> Namespace:
     parser = page.parser(__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write there, row by row, and go on with what it holds")
     parser.add_argument("--only", default="", help="rows whose table or name contain this, again if they were measured")
+    parser.add_argument(
+        "--profile", action="store_true", help="add to rows.json what the device does in a step"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after these; {MINUTES:g}")
     return parser.parse_args()
 

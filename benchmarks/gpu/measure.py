@@ -18,33 +18,66 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from benchmarks._measure import quartiles
+from benchmarks.gpu.kept import Found
 from benchmarks.gpu.rows import Row
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 
-WARM, LEAST, STEPS = 3, 3, 8
+WARM, LEAST, STEPS, KERNELS = 3, 3, 8, 40
 SECONDS = 12  # of measured steps: then LEAST of them are enough
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Clock:
-    """Notes when steps begin."""
+    """Notes when steps begin.
 
-    def __init__(self) -> None:
+    Args:
+        profiles: let another step run behind those that are measured, and see what the device does in it.
+    """
+
+    def __init__(self, profiles: bool = False) -> None:
         self.times: list[float] = []
+        self.memory = {"peak": 0, "reserved": 0}
+        self.kernels: list[list[Any]] = []
+        self._profile = torch.profiler.profile() if profiles else None
+        self._profiling = False
 
     def tick(self) -> bool:
         """Note that a step begins, when the device has done what it was asked for; tell whether that was enough."""
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-            if len(self.times) == WARM:  # what compiling and first steps need is not what training needs
-                torch.cuda.reset_peak_memory_stats()
+        if self._profiling:
+            return self._read_profile()
+        if len(self.times) == WARM and DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # what compiling and first steps need is not what training needs
         self.times.append(time.perf_counter())
         measured = len(self.times) - 1 - WARM
-        return measured >= STEPS or (measured >= LEAST and self.times[-1] - self.times[WARM] > SECONDS)
+        if measured < STEPS and (measured < LEAST or self.times[-1] - self.times[WARM] <= SECONDS):
+            return False
+        if DEVICE == "cuda":
+            self.memory = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        if self._profile is None:
+            return True
+        self._profile.start()
+        self._profiling = True
+        return False
 
     def steps(self) -> list[float]:
         """Seconds of each step, the warm ones first."""
         return [after - before for before, after in pairwise(self.times)]
+
+    def _read_profile(self) -> bool:
+        assert self._profile is not None
+        self._profile.stop()
+        spent = [(event.self_device_time_total, event) for event in self._profile.key_averages() if is_kernel(event)]
+        spent.sort(key=lambda pair: -pair[0])
+        self.kernels = [[round(micro / 1e3, 3), event.count, event.key[:120]] for micro, event in spent[:KERNELS]]
+        self.kernels.append([round(sum(micro for micro, _ in spent) / 1e3, 3), len(spent), "all"])
+        return True
+
+
+def is_kernel(event: Any) -> bool:
+    """Tell what ran on the device from the operation that asked for it, to which its time is added too."""
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
 
 
 def build(row: Row, smoke: bool) -> nn.Module:
@@ -110,7 +143,7 @@ def by_trainer(row: Row, smoke: bool, clock: Clock) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = [batch_of(row, smoke)] * (WARM + STEPS + 1)
+    batches = [batch_of(row, smoke)] * (WARM + STEPS + 2)
     trainer.fit(Module(row, smoke, clock), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
@@ -127,24 +160,22 @@ def by_hand(row: Row, smoke: bool, clock: Clock) -> None:
         optimizer.zero_grad()
 
 
-def measure(row: Row, smoke: bool) -> dict[str, float]:
+def measure(row: Row, smoke: bool, profiles: bool) -> Found:
     """Seconds per step (median and quartiles), of the first one and of all before it, and peak memory in bytes."""
-    clock, start = Clock(), time.perf_counter()
+    clock, start = Clock(profiles), time.perf_counter()
     (by_hand if row.by_hand else by_trainer)(row, smoke, clock)
     first, *_ = steps = clock.steps()
     low, high = quartiles(steps[WARM:])
     found = {"seconds": median(steps[WARM:]), "low": low, "high": high, "steps": len(steps) - WARM}
-    found |= {"build": clock.times[0] - start, "first": first, "peak": 0, "reserved": 0}
-    if DEVICE == "cuda":
-        found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    return found
+    found |= {"build": clock.times[0] - start, "first": first, **clock.memory}
+    return found | ({"kernels": clock.kernels} if profiles else {})
 
 
 def main() -> None:
     """Measure the row that stands on the standard input; an error is a result too."""
     task = json.loads(sys.stdin.readline())
     try:
-        found: dict[str, Any] = measure(Row(**task["row"]), task["smoke"])
+        found: Found = measure(Row(**task["row"]), task["smoke"], task["profiles"])
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}

@@ -79,10 +79,13 @@ class Runner:
         smoke: measure their smallest form.
         seconds: after which no row begins.
         folder: for what rows write when they fail, ``errors.log``; ``None``: it goes to stderr.
+        profiles: what the device does in a step is found too.
     """
 
-    def __init__(self, rows: Sequence[Row], smoke: bool, seconds: float, folder: Path | None) -> None:
-        self.smoke, self._folder = smoke, folder
+    def __init__(
+        self, rows: Sequence[Row], smoke: bool, seconds: float, folder: Path | None, profiles: bool = False
+    ) -> None:
+        self.smoke, self._folder, self._profiles = smoke, folder, profiles
         self.minutes, self._end = seconds / 60, time.monotonic() + seconds
         self._left = len(rows)
         self._next: Worker | None = Worker() if rows else None
@@ -93,7 +96,7 @@ class Runner:
         worker, self._next = self._next, Worker() if self._left else None
         assert worker is not None
         try:
-            worker.tell({"row": row.to_dict(), "smoke": self.smoke})
+            worker.tell({"row": row.to_dict(), "smoke": self.smoke, "profiles": self._profiles})
             flops = row.rows * flops_of(row.model, row.adapters, row.length, self.smoke)
             found, errors = worker.answer(TIMEOUT)
         finally:

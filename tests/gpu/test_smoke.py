@@ -78,11 +78,11 @@ def fit(
     return module.losses
 
 
-def reference(path: Path) -> list[float]:
+def reference(path: Path, epochs: int = 1) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for i, batch in enumerate(DataLoader(batches(), batch_size=2)):
+    for i, batch in enumerate(list(DataLoader(batches(), batch_size=2)) * epochs):
         loss = model(input_ids=batch.cuda(), labels=batch.cuda()).loss
         (loss / 2).backward()
         losses.append(loss.item())

@@ -77,6 +77,7 @@ def compare(
     config: FSDP2Config | None = None,
     make_parallel: Callable[[nn.Module, Any], nn.Module] | None = None,
     draw: Callable[[Schedule, int, int], list[Batch]] | None = None,
+    device: str = "cpu",
 ) -> Differences:
     """Runs on every rank of an initialized process group; each rank computes the reference for itself.
 
@@ -88,10 +89,11 @@ def compare(
         config: switches of the mesh's run.
         draw: ``(schedule, step, data rank)`` to micro-batches; random text unless given.
         make_parallel: instead of ``parallelize(copy of the model, mesh, config)``.
+        device: type of the devices that both compute on.
     """
     schedule = schedule or Schedule()
-    mesh = build_mesh(resolve_sizes(world, **sizes), "cpu")
-    reference = build().train()
+    mesh = build_mesh(resolve_sizes(world, **sizes), device)
+    reference = build().train().to(device)
     model = copy.deepcopy(reference)
     model = make_parallel(model, mesh) if make_parallel else parallelize(model, mesh, config)
     model.train()
@@ -122,12 +124,13 @@ class _Step:
 def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callable, defer: bool = True) -> list[_Step]:
     """One process takes the batches of all data ranks; a rank of the mesh takes its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=schedule.learning_rate)
+    device = next(model.parameters()).device
     numbers = RandomNumbers(seed=0)
     draw_from(model, numbers)
     steps = []
     for step in range(schedule.steps):
-        micro = [(rank, batch) for rank in ranks for batch in draw(schedule, step, rank)]
-        total = torch.zeros(())
+        micro = [(rank, _to(device, batch)) for rank in ranks for batch in draw(schedule, step, rank)]
+        total = torch.zeros((), device=device)
         for i, (rank, batch) in enumerate(micro):
             numbers.data_rank = rank
             numbers.begin("train", step, i % schedule.micro_batches)
@@ -141,6 +144,10 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
         optimizer.zero_grad()
         steps.append(_Step(total, norm, gradients, {n: whole(p) for n, p in model.named_parameters()}))
     return steps
+
+
+def _to(device: torch.device, batch: Batch) -> Batch:
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -42,6 +42,7 @@ class Run:
         packed: three documents in each row, told apart by their positions, where the model takes positions.
         adapter: a method of ``tests/support/adapted.py``; empty: every parameter trains.
         by_transformers: its own tensor parallelism instead of ours; only loss and gradients of one step are compared.
+        device: type of the devices that both compute on.
     """
 
     sizes: Mapping[str, int]
@@ -52,6 +53,7 @@ class Run:
     packed: bool = False
     adapter: str = ""
     by_transformers: bool = False
+    device: str = "cpu"
 
     @property
     def world(self) -> int:
@@ -162,7 +164,7 @@ def differences(
             return compare_step(lambda: build().double(), lambda: split().double(), draw(run.schedule, 0, 0))
     arguments = (dict(run.sizes), dist.get_world_size(), run.schedule, run.config)
     if not double:
-        return compare(build, *arguments, draw=draw, make_parallel=make_parallel)
+        return compare(build, *arguments, draw=draw, make_parallel=make_parallel, device=run.device)
     with in_float64():
         return compare(lambda: build().double(), *arguments, draw=draw, make_parallel=make_parallel)
 
