@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else who asks for devices begins what a forked rank cannot begin again
 }
 START_SECONDS = 120.0
 GRACE_SECONDS = 0.2
