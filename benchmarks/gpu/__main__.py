@@ -57,9 +57,7 @@ def parse(page: Page) -> Namespace:
     parser = page.parser(__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write there, row by row, and go on with what it holds")
     parser.add_argument("--only", default="", help="rows whose table or name contain this, again if they were measured")
-    parser.add_argument(
-        "--profile", action="store_true", help="add to rows.json what the device does in a step"
-    )
+    parser.add_argument("--profile", action="store_true", help="add to rows.json what the device does in a step")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after these; {MINUTES:g}")
     return parser.parse_args()
 

@@ -33,26 +33,29 @@ def gather_trainable(unit: FSDPModule) -> None:
     """
     for group in parameter_groups(unit):
         if type(group) is FSDPParamGroup:
-            group.__class__ = _Gathers
+            group.__class__ = Gathers
 
 
 def gather_by(unit: FSDPModule, gather: Gather) -> None:
     """Make an FSDP2 unit gather its parameters by ``gather``, which returns when they are there; on CPU only."""
     for group in parameter_groups(unit):
-        group.__class__ = _GathersInPlace
-        group.gather = gather
+        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            group.__class__ = _GathersInPlace
+            group.gather = gather
 
 
 _GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])
 
 
-class _Gathers(FSDPParamGroup):
+class Gathers(FSDPParamGroup):
+    """Gathers outside of inference mode, and of transforms of torch.func."""
+
     def unshard(self, async_op: bool = False) -> None:
-        with _without_inference():
+        with _without_inference(), _without_functorch():
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        with _without_inference():
+        with _without_inference(), _without_functorch():
             super().wait_for_unshard()
 
 
@@ -98,10 +101,7 @@ class _GathersInPlace(FSDPParamGroup):
         wholes = [x for held in self.fsdp_params for x in held.all_gather_outputs]
         versions = tuple(x for x in wholes if not x.is_inference())  # which a backward pass compares
         with torch.autograd._unsafe_preserve_version_counter(versions):
-            if ranks > 1:
-                self.gather(outputs, inputs, self._all_gather_process_group)
-            else:
-                torch._foreach_copy_(outputs, inputs)
+            self.gather(outputs, inputs, self._all_gather_process_group)
             for held, gathered in columns:
                 _join_columns(held, gathered, ranks)
 

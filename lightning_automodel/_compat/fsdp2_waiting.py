@@ -31,6 +31,12 @@ def gradient_of(held: Any) -> Tensor | None:
     return held._unsharded_param.grad
 
 
+def add_up(held: Any) -> None:
+    """Let what waits of a parameter in the dtype of the reduction have what the last micro-batch gave."""
+    if _HAS_ITS_OWN_PLACE:
+        held.accumulate_unsharded_grad_if_needed()
+
+
 def zeros_of(held: Any) -> Tensor:
     """Return what stands for the gradient of a parameter that was gathered: a sum over the ranks of tp of no terms."""
     return held._get_grad_inner_tensor(torch.zeros_like(held._unsharded_param))

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from lightning_automodel._compat.fsdp2 import add_parameter_group, check_dtypes
 from lightning_automodel._compat.fsdp2_failures import go_on_after_failures
 from lightning_automodel._compat.fsdp2_gathers import gather_trainable
+from lightning_automodel._compat.fsdp2_in_place import use_in_place
 from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
 from lightning_automodel._compat.fsdp2_scalars import Place, keep_scalars_whole, rows_of_scalar
 from lightning_automodel._compat.modules import own_parameters
@@ -74,6 +75,7 @@ def shard_unit(
     if isinstance(modules[0], FSDPModule):
         go_on_after_failures(modules)
         gather_trainable(modules[0])
+        use_in_place(modules[0])
         reduce_what_any_rank_has(modules[0], note_reduction)
 
 

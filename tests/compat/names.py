@@ -80,6 +80,7 @@ ATTRIBUTES = {
         "_module_info",
         "_orig_size",
         "_setattr_on_modules",
+        "_sharded_local_tensor",
         "_sharded_param_data",
         "_sharding_spec",
         "_unsharded_param",
@@ -222,7 +223,7 @@ INHERITED = {
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
 OWN = {
-    *("_backward", "_connector", "_gather", "_holds", "_loop"),
+    *("_backward", "_can_be_used", "_compute_with", "_connector", "_gather", "_has_all_gradients", "_holds", "_loop"),
     *("_keep_what_others_gave", "_note_what_waits", "_place", "_requeue", "_with_flags"),
 }
 """Attributes of classes in _compat."""
@@ -230,7 +231,7 @@ OWN = {
 OPTIONAL = {
     *("_distributed", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"),
     *("_StridedShardNotDecodableError", "_unsharded_dtensor_spec"),
-    *("_get_reduce_dtype", "_reduce_scatter_param_indices", "_sharding_spec_by_dtype"),
+    *("_get_reduce_dtype", "_post_backward_pending", "_reduce_scatter_param_indices", "_sharding_spec_by_dtype"),
 }
 """Of datasets, which the tests do not need; of torch up to 2.12, from 2.13 or 2.15 on, and asked for where it is."""
 
