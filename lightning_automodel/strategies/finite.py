@@ -259,7 +259,9 @@ def _not_finite(parameters: list[Tensor], device: torch.device) -> Tensor:
 def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Tell of each tensor whether it has finite elements only: [tensors], of bool. Squares of these may overflow."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        return torch.isfinite(torch.stack([norm.float() for norm in each_norm(tensors, torch.inf)]))
+        norms = each_norm(tensors, torch.inf)
+        alike = len({norm.dtype for norm in norms}) == 1  # a float64 may be infinite in float32
+        return torch.isfinite(torch.stack(norms)) if alike else torch.stack([torch.isfinite(norm) for norm in norms])
     # On CPU a largest norm takes 20 times as long as the two extremes, and these 1.6 times as long as squares.
     finite = torch.isfinite(torch.stack(each_norm(tensors, 2)))
     if finite.all():

@@ -11,8 +11,10 @@ import traceback
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
+import torch
+
 from lightning_automodel.testing.call import MAX_MESSAGE, MAX_RANKS, Call
-from lightning_automodel.testing.rank import run_rank
+from lightning_automodel.testing.rank import execute_rank, run_rank
 
 PRELOAD = (
     "lightning.pytorch",
@@ -63,7 +65,7 @@ def _import_what_it_names(call: Call) -> None:
 
 
 def _fork(call: Call, rank: int, pipes: list[int], control: socket.socket) -> int:
-    nursery_pid = os.getpid()
+    nursery_pid, anew = os.getpid(), torch.cuda.is_initialized()  # by something that was imported
     pid = os.fork()
     if pid:
         return pid
@@ -71,6 +73,8 @@ def _fork(call: Call, rank: int, pipes: list[int], control: socket.socket) -> in
         control.close()
         for pipe in set(pipes) - {pipes[rank]}:
             os.close(pipe)
+        if anew:  # what has begun CUDA cannot be used behind a fork
+            execute_rank(call, rank, pipes[rank], nursery_pid)
         run_rank(call, rank, Connection(pipes[rank]), nursery_pid)
     except BaseException:
         traceback.print_exc()

@@ -44,6 +44,13 @@ def run_rank(call: Call, rank: int, answer: Connection, nursery_pid: int) -> Non
     threading.Event().wait()
 
 
+def execute_rank(call: Call, rank: int, pipe: int, nursery_pid: int) -> None:
+    """Runs :func:`run_rank` in a process that imports everything anew, in the place of this one."""
+    os.set_inheritable(pipe, True)
+    task = pickle.dumps((call, rank, pipe, nursery_pid)).hex()
+    os.execv(sys.executable, [sys.executable, "-m", __name__, task])
+
+
 def _answer(call: Call) -> bytes:
     try:
         function, args, kwargs = pickle.loads(call.payload().read_bytes())
@@ -91,3 +98,8 @@ def _become_rank(call: Call, rank: int) -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
+
+
+if __name__ == "__main__":
+    call, rank, pipe, nursery_pid = pickle.loads(bytes.fromhex(sys.argv[1]))
+    run_rank(call, rank, Connection(pipe), nursery_pid)

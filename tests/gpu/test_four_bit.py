@@ -1,4 +1,4 @@
-"""One GPU, one rank: adapters on a base of four bits take the steps of bitsandbytes and peft alone. Never run yet."""
+"""One GPU, one rank: adapters on a base of four bits take the steps of bitsandbytes and peft alone."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from tests.support.training import batches
@@ -18,9 +19,18 @@ BOUND = 1e-4  # float32 on CUDA; a matrix product has another order of sums ther
 STRATEGIES: dict[str, Any] = {"fsdp2": FSDP2TPStrategy, "ddp": DDPStrategy}
 
 
+def adapt_alike(base: nn.Module) -> nn.Module:
+    """Adapters of the same numbers, on whichever device they are built."""
+    adapted, generator = adapt(base), torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted
+
+
 def losses(strategy: Strategy | str, directory: Path) -> list[float]:
     """Those of four steps in float32."""
-    module = FourBit(directory, adapt, {**FIELDS, **DOUBLE}, torch.float32)
+    module = FourBit(directory, adapt_alike, {**FIELDS, **DOUBLE}, torch.float32)
     trainer = L.Trainer(
         accelerator="cuda",
         devices=1,

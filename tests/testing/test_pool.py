@@ -17,6 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_automodel.testing.pool import ROOT, Nursery, Pool, PoolTimeout, RankFailed
+from tests.support.begins_cuda import module_and_sum
 
 
 def ranked(offset: int, *, scale: int) -> dict[str, torch.Tensor]:
@@ -120,6 +121,12 @@ def test_results_come_in_the_order_of_ranks(pool4: Pool) -> None:
 def test_all_reduce(pool: str, total: float, request: pytest.FixtureRequest) -> None:
     ranks: Pool = request.getfixturevalue(pool)
     assert ranks.run(summed_rank) == [total] * ranks.world_size
+
+
+def test_ranks_are_executed_anew_where_a_fork_could_not_use_cuda() -> None:
+    nursery = Nursery()
+    assert Pool(nursery, 2).run(module_and_sum) == [("rank.py", 1.0)] * 2
+    nursery.close()
 
 
 def test_a_failure_is_reported_while_other_ranks_wait(pool4: Pool) -> None:
