@@ -21,10 +21,10 @@ STRATEGIES: dict[str, Any] = {"fsdp2": FSDP2TPStrategy, "ddp": DDPStrategy}
 
 def adapt_alike(base: nn.Module) -> nn.Module:
     """Adapters of the same numbers, on whichever device they are built."""
-    adapted, generator = adapt(base), torch.Generator().manual_seed(0)
+    adapted, generator = adapt(base), torch.Generator("cpu").manual_seed(0)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * 0.1)
     return adapted
 
 

@@ -1,6 +1,5 @@
 """One GPU: the peak of a step under the Trainer, which holds no gradients of the step before in its forward pass."""
 
-import gc
 from typing import Any
 
 import lightning as L
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel.testing.pool import Nursery, Pool
 
 LAYERS, WIDTH, ROWS = 4, 2048, 2048
 """As many bytes of activations as of gradients: the peak is behind the forward pass, or in the middle of backward."""
@@ -34,16 +34,8 @@ class Holding(Wide):
         optimizer.zero_grad()
 
 
-def begin() -> int:
-    """Begin to look for a peak: the bytes that others hold."""
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def peak(module: Wide, strategy: type) -> int:
-    """Bytes."""
-    before = begin()
+def peak(module: type[Wide], strategy: type) -> int:
+    """Runs on a rank of its own, whose first kernels take their workspace: bytes."""
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
@@ -54,24 +46,33 @@ def peak(module: Wide, strategy: type) -> int:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(torch.ones(4 * ROWS, WIDTH), batch_size=ROWS))
-    return torch.cuda.max_memory_allocated() - before
+    trainer.fit(module(), DataLoader(torch.ones(4 * ROWS, WIDTH), batch_size=ROWS))
+    return torch.cuda.max_memory_allocated()
 
 
-def test_gradients_of_the_step_before_are_not_held() -> None:
-    gradients = LAYERS * WIDTH**2 * 4
-    assert peak(Holding(), FSDP2TPStrategy) - peak(Wide(), FSDP2TPStrategy) > gradients / 2
-
-
-@pytest.mark.parametrize("strategy", [FSDP2TPStrategy, DDPStrategy])
-def test_a_step_takes_what_a_loop_by_hand_takes(strategy: type) -> None:
-    before = begin()
+def peak_by_hand() -> int:
+    """Runs on a rank of its own too."""
     module = Wide().cuda()
     optimizer, batch = module.configure_optimizers(), torch.ones(ROWS, WIDTH, device="cuda")
     for _ in range(4):
         module.training_step(batch, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-    loop = torch.cuda.max_memory_allocated() - before
-    del module, optimizer, batch
-    assert peak(Wide(), strategy) < 1.1 * loop + LAYERS * WIDTH**2 * 4 * (strategy is DDPStrategy)  # buckets stay
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.fixture(scope="module")
+def pool1(nursery: Nursery) -> Pool:
+    return Pool(nursery, 1)
+
+
+def test_gradients_of_the_step_before_are_not_held(pool1: Pool) -> None:
+    gradients = LAYERS * WIDTH**2 * 4
+    [held], [freed] = (pool1.run(peak, module, FSDP2TPStrategy, trainer=True) for module in (Holding, Wide))
+    assert held - freed > gradients / 2
+
+
+@pytest.mark.parametrize("strategy", [FSDP2TPStrategy, DDPStrategy])
+def test_a_step_takes_what_a_loop_by_hand_takes(strategy: type, pool1: Pool) -> None:
+    [loop], [found] = pool1.run(peak_by_hand, trainer=True), pool1.run(peak, Wide, strategy, trainer=True)
+    assert found < 1.1 * loop + LAYERS * WIDTH**2 * 4 * (strategy is DDPStrategy)  # buckets stay

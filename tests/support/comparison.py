@@ -147,7 +147,7 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
 
 
 def _to(device: torch.device, batch: Batch) -> Batch:
-    return {name: value.to(device) for name, value in batch.items()}
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
