@@ -20,7 +20,7 @@ from benchmarks._page import Page
 from benchmarks.gpu.kept import Found, Kept, name_of_device
 from benchmarks.gpu.plan import Planned, read
 from benchmarks.gpu.rows import ROWS, Row, smallest
-from benchmarks.gpu.runner import Runner
+from benchmarks.gpu.runner import TIMEOUT, Runner
 from lightning_automodel.planner.hardware import TERA, Hardware, hardware_of
 
 GIB, MINUTES = 2**30, 8.0
@@ -38,9 +38,10 @@ def main() -> None:
     saves = arguments.out is not None or (arguments.write and not arguments.smoke)
     rows = smallest(ROWS) if arguments.smoke and not arguments.only else ROWS
     kept = Kept(arguments.out, arguments.smoke)
-    left = [row for row in rows if (arguments.only in row.key if arguments.only else row.key not in kept.found)]
+    chosen = [row for row in rows if any(part in row.key for part in arguments.only)]
+    left = chosen if arguments.only else [row for row in rows if row.key not in kept.found]
     page.add(describe(arguments.smoke))
-    runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out, arguments.profile)
+    runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out, arguments.profile, arguments.timeout)
     try:
         for lines in tables([row for row in rows if row in left or row.key in kept.found], left, runner, kept):
             page.add(lines)
@@ -56,9 +57,15 @@ def parse(page: Page) -> Namespace:
     """Read the command line."""
     parser = page.parser(__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write there, row by row, and go on with what it holds")
-    parser.add_argument("--only", default="", help="rows whose table or name contain this, again if they were measured")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="rows whose table or name contain one of these, again if they were measured",
+    )
     parser.add_argument("--profile", action="store_true", help="add to rows.json what the device does in a step")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after these; {MINUTES:g}")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help=f"seconds that a row may take; {TIMEOUT:g}")
     return parser.parse_args()
 
 

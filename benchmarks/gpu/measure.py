@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -22,7 +23,8 @@ from benchmarks.gpu.kept import Found
 from benchmarks.gpu.rows import Row
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 
-WARM, LEAST, STEPS, KERNELS = 3, 3, 8, 40
+WARM, LEAST, STEPS = 3, 3, 8
+KERNELS, GAPS = 40, 15  # of a profile
 SECONDS = 12  # of measured steps: then LEAST of them are enough
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,6 +40,7 @@ class Clock:
         self.times: list[float] = []
         self.memory = {"peak": 0, "reserved": 0}
         self.kernels: list[list[Any]] = []
+        self.gaps: list[list[Any]] = []
         self._profile = torch.profiler.profile() if profiles else None
         self._profiling = False
 
@@ -72,12 +75,29 @@ class Clock:
         spent.sort(key=lambda pair: -pair[0])
         self.kernels = [[round(micro / 1e3, 3), event.count, event.key[:120]] for micro, event in spent[:KERNELS]]
         self.kernels.append([round(sum(micro for micro, _ in spent) / 1e3, 3), len(spent), "all"])
+        self.gaps = find_gaps(self._profile.events() or [])
         return True
 
 
 def is_kernel(event: Any) -> bool:
     """Tell what ran on the device from the operation that asked for it, to which its time is added too."""
     return event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+
+
+def find_gaps(events: Iterable[Any]) -> list[list[Any]]:
+    """Find when the device had nothing to do: the longest, in milliseconds, when each began, and what ran next."""
+    kernels = sorted(
+        ((event.time_range.start, event.time_range.end, event.name) for event in events if is_kernel(event)),
+        key=lambda kernel: kernel[0],
+    )
+    found: list[list[Any]] = []
+    begin = end = kernels[0][0] if kernels else 0
+    for start, stop, name in kernels:
+        if start > end:
+            found.append([round((start - end) / 1e3, 3), round((end - begin) / 1e3, 1), name[:80]])
+        end = max(end, stop)
+    idle = round(sum(gap for gap, *_ in found), 3)
+    return [*sorted(found, reverse=True)[:GAPS], [idle, round((end - begin) / 1e3, 1), "all"]]
 
 
 def build(row: Row, smoke: bool) -> nn.Module:
@@ -168,7 +188,7 @@ def measure(row: Row, smoke: bool, profiles: bool) -> Found:
     low, high = quartiles(steps[WARM:])
     found = {"seconds": median(steps[WARM:]), "low": low, "high": high, "steps": len(steps) - WARM}
     found |= {"build": clock.times[0] - start, "first": first, **clock.memory}
-    return found | ({"kernels": clock.kernels} if profiles else {})
+    return found | ({"kernels": clock.kernels, "gaps": clock.gaps} if profiles else {})
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from benchmarks.gpu.measure import build
 from benchmarks.gpu.rows import Row
 from lightning_automodel.planner.flops import count_model
 
-TIMEOUT = 180.0  # seconds per row
+TIMEOUT = 180.0
 COMMAND = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.measure"]
 
 
@@ -80,12 +80,19 @@ class Runner:
         seconds: after which no row begins.
         folder: for what rows write when they fail, ``errors.log``; ``None``: it goes to stderr.
         profiles: what the device does in a step is found too.
+        timeout: seconds that a row may take.
     """
 
     def __init__(
-        self, rows: Sequence[Row], smoke: bool, seconds: float, folder: Path | None, profiles: bool = False
+        self,
+        rows: Sequence[Row],
+        smoke: bool,
+        seconds: float,
+        folder: Path | None,
+        profiles: bool = False,
+        timeout: float = TIMEOUT,
     ) -> None:
-        self.smoke, self._folder, self._profiles = smoke, folder, profiles
+        self.smoke, self._folder, self._profiles, self._timeout = smoke, folder, profiles, timeout
         self.minutes, self._end = seconds / 60, time.monotonic() + seconds
         self._left = len(rows)
         self._next: Worker | None = Worker() if rows else None
@@ -98,7 +105,7 @@ class Runner:
         try:
             worker.tell({"row": row.to_dict(), "smoke": self.smoke, "profiles": self._profiles})
             flops = row.rows * flops_of(row.model, row.adapters, row.length, self.smoke)
-            found, errors = worker.answer(TIMEOUT)
+            found, errors = worker.answer(self._timeout)
         finally:
             worker.end()
         if "error" in found:

@@ -38,13 +38,12 @@ def rows(*names: str) -> list[Row]:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", PLAYED])
-    monkeypatch.setattr(runner, "TIMEOUT", 2.0)
     monkeypatch.setattr(runner, "flops_of", lambda *_: 1e12)
 
 
 def test_a_row_costs_itself_only(played: None, tmp_path: Path) -> None:
     chosen = rows("runs", "falls", "hangs", "leaves", "refuses", "again")
-    measuring = runner.Runner(chosen, smoke=True, seconds=60, folder=tmp_path)
+    measuring = runner.Runner(chosen, smoke=True, seconds=60, folder=tmp_path, timeout=2.0)
     found = [measuring.run(row) for row in chosen]
     measuring.close()
     ran = {"length": 32, "flops": 1e12} | MEASURED
