@@ -44,7 +44,8 @@ def gather_by(unit: FSDPModule, gather: Gather) -> None:
             group.gather = gather
 
 
-_GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])
+GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])
+"""Stands for what FSDP2 has gathered where nothing is left to be waited for."""
 
 
 class Gathers(FSDPParamGroup):
@@ -73,7 +74,7 @@ class _GathersInPlace(FSDPParamGroup):
                 record_function(self._with_fqn("FSDP::all_gather")),
             ):
                 self._gather()
-            self._all_gather_result = _GATHERED
+            self._all_gather_result = GATHERED
 
     def wait_for_unshard(self) -> None:
         """Compute with what was gathered."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_automodel._compat.fsdp2 import has_replicas, parameter_groups
-from lightning_automodel._compat.fsdp2_gathers import Gathers
+from lightning_automodel._compat.fsdp2_gathers import GATHERED, Gathers
 from lightning_automodel._compat.fsdp2_waiting import add_up, clear_gradient_of, gradient_of, was_gathered
 
 _GRADIENT_DTYPES = "_set_unsharded_grad_dtypes"
@@ -87,6 +87,23 @@ class _InPlace(FSDPParam):
 class _InPlaceGroup(Gathers):
     """Parameters whose gradients nothing is to be added to, and nothing to be sent of."""
 
+    def unshard(self, async_op: bool = False) -> None:
+        """Leave out what FSDP2 does for each parameter where it would come to nothing."""
+        if not self._is_in_place():
+            super().unshard(async_op)
+            return
+        is_needed = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
+        if is_needed and not self.is_unsharded and self._all_gather_result is None:
+            self._all_gather_result = GATHERED
+
+    def wait_for_unshard(self) -> None:
+        """Compute with the shards."""
+        if self._all_gather_result is not GATHERED:
+            super().wait_for_unshard()
+            return
+        self._all_gather_result = None
+        self._to_unsharded()
+
     def post_backward(self, *unused: Any) -> None:
         """Free what was gathered, and let the shards have the gradients."""
         if not self._has_all_gradients():
@@ -108,6 +125,12 @@ class _InPlaceGroup(Gathers):
         with torch.no_grad():
             for held, gradient in found:
                 _give(held, gradient)
+
+    def _is_in_place(self) -> bool:
+        return all(
+            type(held) is _InPlace and held.is_shard and held.all_gather_outputs[0] is held._sharded_param_data
+            for held in self.fsdp_params
+        )
 
     def _has_all_gradients(self) -> bool:
         if not self.reduce_grads or has_replicas(self) or any(held.offload_to_cpu for held in self.fsdp_params):

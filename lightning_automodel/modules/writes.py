@@ -29,7 +29,7 @@ class Writes:
     def before(self, key: Hashable, tensor: Tensor) -> State:
         """Note what ``tensor`` is now; ``key`` names it in every pass."""
         local = _part_of_rank(tensor)
-        values = local.clone() if key in self._written else None
+        values = local.detach().clone() if key in self._written else None
         return writes_into(tensor) + reads_of_data(tensor), key_of(local.untyped_storage()), values
 
     def changed(self, key: Hashable, tensor: Tensor, before: State) -> bool:
@@ -44,6 +44,8 @@ class Writes:
         return values is not None and not is_fake(local) and not torch.equal(values, local)
 
 
-@torch.no_grad()
 def _part_of_rank(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
