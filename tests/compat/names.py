@@ -223,7 +223,17 @@ INHERITED = {
 """Attributes that code outside of ``_compat`` asks of itself, and others give."""
 
 OWN = {
-    *("_backward", "_can_be_used", "_compute_with", "_connector", "_gather", "_has_all_gradients", "_holds", "_loop"),
+    *(
+        "_backward",
+        "_can_be_used",
+        "_compute_with",
+        "_connector",
+        "_gather",
+        "_has_all_gradients",
+        "_holds",
+        "_is_in_place",
+        "_loop",
+    ),
     *("_keep_what_others_gave", "_note_what_waits", "_place", "_requeue", "_with_flags"),
 }
 """Attributes of classes in _compat."""

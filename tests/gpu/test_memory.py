@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 
-LAYERS, WIDTH, ROWS = 4, 2048, 2048
+LAYERS, WIDTH, ROWS = 16, 2048, 2048
 """As many bytes of activations as of gradients: the peak is behind the forward pass, or in the middle of backward."""
 
 

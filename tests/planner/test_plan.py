@@ -263,7 +263,8 @@ def test_the_search_finds_what_playing_every_layout_finds(
 def test_few_blocks_of_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the loss over a vocabulary that is split, forward and backward, where a block holds two rows."""
     run = replace(run_of(LAYOUTS["tp2"]), device_type="cuda")
-    monkeypatch.setattr(vocab_parallel, "_BLOCK", 2 * 254)
+    for name in ("_ON_CPU", "_ON_DEVICES"):
+        monkeypatch.setattr(vocab_parallel, name, 2 * 254)
     with stage(run) as mesh:
         play(model_on_meta(), run, mesh)  # DTensor runs an operation that it sees first once more, for its shapes
         few, whole = (play(model_on_meta(), run, mesh, abridges=abridges) for abridges in (True, False))
