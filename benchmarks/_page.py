@@ -58,6 +58,7 @@ class Page:
     def __init__(self, name: str, module: str, *, keeps_sections: bool = False) -> None:
         self.path, self.module, self.keeps_sections = DOCS / name, module, keeps_sections
         self.results: Path | None = None
+        self.configuration: dict[str, Any] | None = None  # of what was measured elsewhere
         self.lines: list[str] = []
 
     def move(self, folder: Path) -> None:
@@ -101,7 +102,11 @@ class Page:
         self.path.write_text("\n".join(lines) + "\n" + sections)
         results = self.results or RESULTS
         results.mkdir(exist_ok=True)
-        found = {"benchmark": self.module, **configuration(), "tables": [vars(table) for table in tables_in(lines)]}
+        found = {
+            "benchmark": self.module,
+            **(self.configuration or configuration()),
+            "tables": [vars(table) for table in tables_in(lines)],
+        }
         (results / f"{self.module}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

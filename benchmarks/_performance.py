@@ -53,4 +53,4 @@ def lines(names: Iterable[str], total: str) -> list[str]:
             continue
         text = load(name).headline(tables_in(path.read_text().splitlines()))
         result.append(f"| {text} | [{path.stem}]({path.name}) | `python -m benchmarks.{name} --write` |")
-    return result
+    return [*result, "", "On one GPU: [the ladder](gpu_ladder.md), `python -m benchmarks.gpu --write`."]

@@ -11,13 +11,13 @@ row of which the planner says that it does not fit the device is not started.
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks._page import Page
-from benchmarks.gpu.kept import Found, Kept, name_of_device
+from benchmarks.gpu.kept import Found, Kept
 from benchmarks.gpu.plan import Planned, read
 from benchmarks.gpu.rows import ROWS, Row, smallest
 from benchmarks.gpu.runner import TIMEOUT, Runner
@@ -31,6 +31,9 @@ def main() -> None:
     """Entry point of ``python -m benchmarks.gpu``."""
     page = Page("gpu_ladder.md", "gpu")
     arguments = parse(page)
+    if arguments.page is not None:
+        write_page(page, arguments.page)
+        return
     if not arguments.smoke and not torch.cuda.is_available():
         sys.exit("this ladder needs a CUDA device; --smoke runs its smallest form on the CPU")
     if arguments.out is not None:
@@ -40,10 +43,11 @@ def main() -> None:
     kept = Kept(arguments.out, arguments.smoke)
     chosen = [row for row in rows if any(part in row.key for part in arguments.only)]
     left = chosen if arguments.only else [row for row in rows if row.key not in kept.found]
-    page.add(describe(arguments.smoke))
+    page.add(describe(kept))
     runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out, arguments.profile, arguments.timeout)
+    shown = [row for row in rows if row in left or row.key in kept.found]
     try:
-        for lines in tables([row for row in rows if row in left or row.key in kept.found], left, runner, kept):
+        for lines in tables(shown, kept, lambda row: measure(row, runner, kept) if row in left else None):
             page.add(lines)
             if saves:
                 page.save()  # what was measured stays, whatever ends the next row
@@ -51,6 +55,20 @@ def main() -> None:
         runner.close()
     if not saves:
         page.finish(arguments)
+
+
+def write_page(page: Page, folder: Path) -> None:
+    """Write the page, and its figures, of what was measured on another machine."""
+    kept = Kept(folder, elsewhere=True)
+    page.configuration = kept.configuration
+    page.add(describe(kept))
+    device = hardware_of(kept.machine["device"])
+    for row in ROWS:
+        error = does_not_fit(read().get(row.key), device.memory if device else None)
+        kept.found.setdefault(row.key, {"error": error or "not measured"})
+    for lines in tables(ROWS, kept, lambda row: None):
+        page.add(lines)
+    page.save()
 
 
 def parse(page: Page) -> Namespace:
@@ -63,36 +81,39 @@ def parse(page: Page) -> Namespace:
         default=[],
         help="rows whose table or name contain one of these, again if they were measured",
     )
+    parser.add_argument(
+        "--page", type=Path, metavar="DIR", help="write the page in docs/ of what another machine left there"
+    )
     parser.add_argument("--profile", action="store_true", help="add to rows.json what the device does in a step")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after these; {MINUTES:g}")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help=f"seconds that a row may take; {TIMEOUT:g}")
     return parser.parse_args()
 
 
-def describe(smoke: bool) -> Iterator[str]:
+def describe(kept: Kept) -> Iterator[str]:
     """Head of the page."""
-    form = ", smallest form" if smoke else ""
+    machine = kept.machine
+    form = ", smallest form" if machine["smoke"] else ""
     yield from ("# The ladder on one GPU", "", (__doc__ or "").partition("\n\n")[2].strip(), "")
-    yield f"{name_of_device()}{form}, torch {torch.__version__}. Written by `python -m benchmarks.gpu --write`."
+    yield f"{machine['device']}{form}, torch {machine['torch']}. Written by `python -m benchmarks.gpu`."
 
 
-def tables(rows: list[Row], left: list[Row], runner: Runner, kept: Kept) -> Iterator[list[str]]:
-    """The lines of each row, with the head of a table before its first one; those in ``left`` are measured now."""
-    device = hardware_of(name_of_device())
-    # Of its properties: asking for the memory that is free would take some of it, for a context of this process.
-    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+def tables(rows: list[Row], kept: Kept, prepare: Callable[[Row], None]) -> Iterator[list[str]]:
+    """The lines of each row, which ``prepare`` may measure, with the head of a table before its first one."""
     title = ""
     for row in rows:
         head = [] if row.table == title else ["", f"## {row.table}", "", cells(*COLUMNS), "|---" * len(COLUMNS) + "|"]
         title = row.table
-        plan = None if runner.smoke else read().get(row.key)
-        if row in left:
-            measure(row, does_not_fit(plan, memory), runner, kept)
-        yield [*head, line(row, kept.found[row.key], plan, device)]
+        prepare(row)
+        plan = None if kept.machine["smoke"] else read().get(row.key)
+        yield [*head, line(row, kept.found[row.key], plan, hardware_of(kept.machine["device"]))]
 
 
-def measure(row: Row, error: str, runner: Runner, kept: Kept) -> None:
+def measure(row: Row, runner: Runner, kept: Kept) -> None:
     """Let the row be measured, unless an error is known before; another call tries again what was not begun."""
+    # Of its properties: asking for the memory that is free would take some of it, for a context of this process.
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    error = does_not_fit(None if runner.smoke else read().get(row.key), memory)
     if error:
         runner.skip()
     elif runner.is_over:

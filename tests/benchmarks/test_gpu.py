@@ -60,7 +60,7 @@ def test_time_that_is_over(played: None) -> None:
     chosen = rows("runs", "again")
     measuring = runner.Runner(chosen, smoke=True, seconds=-6, folder=None)
     kept = Kept(None)
-    ladder.measure(chosen[0], "", measuring, kept)
+    ladder.measure(chosen[0], measuring, kept)
     assert kept.found == {chosen[0].key: {"error": "not measured: -0.1 minutes were over"}}
     measuring.close()
 
@@ -94,6 +94,21 @@ def test_figures_of_two_machines_are_not_mixed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("benchmarks.gpu.kept.name_of_device", lambda: "NVIDIA H200")
     with pytest.raises(SystemExit, match=r"was measured on .*'CPU'.* give another --out"):
         Kept(tmp_path)
+
+
+def test_a_page_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.setattr("benchmarks.gpu.kept.name_of_device", lambda: "NVIDIA H200")
+        there.setattr("benchmarks.gpu.kept.configuration", lambda: {"machine": "that one"})
+        Kept(tmp_path).add(ROWS[0].key, MEASURED | {"length": 8192, "flops": 4.9e14})
+    page = ladder.Page("gpu_ladder.md", "gpu")
+    page.move(tmp_path)
+    ladder.write_page(page, tmp_path)
+    text = page.path.read_text()
+    assert "NVIDIA H200, torch" in text
+    assert f"| {ROWS[0].name} | 16384 | 500.0 (400.0-600.0) | 980.0 | 99.0% | 3.0 |" in text
+    assert f"| {ROWS[1].name} | not measured |" in text
+    assert json.loads((tmp_path / "gpu.json").read_text())["machine"] == "that one"
 
 
 def test_what_does_not_fit_is_said() -> None:
