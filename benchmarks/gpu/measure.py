@@ -7,7 +7,6 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -20,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks._measure import quartiles
 from benchmarks.gpu.kept import Found
+from benchmarks.gpu.profiles import read_profile
 from benchmarks.gpu.rows import Row
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 
 WARM, LEAST, STEPS = 3, 3, 8
-KERNELS, GAPS = 40, 15  # of a profile
 SECONDS = 12  # of measured steps: then LEAST of them are enough
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,17 +38,16 @@ class Clock:
     def __init__(self, profiles: bool = False) -> None:
         self.times: list[float] = []
         self.memory = {"peak": 0, "reserved": 0}
-        self.kernels: list[list[Any]] = []
-        self.gaps: list[list[Any]] = []
-        self._profile = torch.profiler.profile() if profiles else None
+        self.profile = torch.profiler.profile() if profiles else None
         self._profiling = False
 
     def tick(self) -> bool:
         """Note that a step begins, when the device has done what it was asked for; tell whether that was enough."""
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        if self._profiling:
-            return self._read_profile()
+        if self.profile is not None and self._profiling:
+            self.profile.stop()
+            return True
         if len(self.times) == WARM and DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()  # what compiling and first steps need is not what training needs
         self.times.append(time.perf_counter())
@@ -58,46 +56,15 @@ class Clock:
             return False
         if DEVICE == "cuda":
             self.memory = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        if self._profile is None:
+        if self.profile is None:
             return True
-        self._profile.start()
+        self.profile.start()
         self._profiling = True
         return False
 
     def steps(self) -> list[float]:
         """Seconds of each step, the warm ones first."""
         return [after - before for before, after in pairwise(self.times)]
-
-    def _read_profile(self) -> bool:
-        assert self._profile is not None
-        self._profile.stop()
-        spent = [(event.self_device_time_total, event) for event in self._profile.key_averages() if is_kernel(event)]
-        spent.sort(key=lambda pair: -pair[0])
-        self.kernels = [[round(micro / 1e3, 3), event.count, event.key[:120]] for micro, event in spent[:KERNELS]]
-        self.kernels.append([round(sum(micro for micro, _ in spent) / 1e3, 3), len(spent), "all"])
-        self.gaps = find_gaps(self._profile.events() or [])
-        return True
-
-
-def is_kernel(event: Any) -> bool:
-    """Tell what ran on the device from the operation that asked for it, to which its time is added too."""
-    return event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-
-
-def find_gaps(events: Iterable[Any]) -> list[list[Any]]:
-    """Find when the device had nothing to do: the longest, in milliseconds, when each began, and what ran next."""
-    kernels = sorted(
-        ((event.time_range.start, event.time_range.end, event.name) for event in events if is_kernel(event)),
-        key=lambda kernel: kernel[0],
-    )
-    found: list[list[Any]] = []
-    begin = end = kernels[0][0] if kernels else 0
-    for start, stop, name in kernels:
-        if start > end:
-            found.append([round((start - end) / 1e3, 3), round((end - begin) / 1e3, 1), name[:80]])
-        end = max(end, stop)
-    idle = round(sum(gap for gap, *_ in found), 3)
-    return [*sorted(found, reverse=True)[:GAPS], [idle, round((end - begin) / 1e3, 1), "all"]]
 
 
 def build(row: Row, smoke: bool) -> nn.Module:
@@ -188,7 +155,7 @@ def measure(row: Row, smoke: bool, profiles: bool) -> Found:
     low, high = quartiles(steps[WARM:])
     found = {"seconds": median(steps[WARM:]), "low": low, "high": high, "steps": len(steps) - WARM}
     found |= {"build": clock.times[0] - start, "first": first, **clock.memory}
-    return found | ({"kernels": clock.kernels, "gaps": clock.gaps} if profiles else {})
+    return found | (read_profile(clock.profile) if clock.profile is not None else {})
 
 
 def main() -> None:

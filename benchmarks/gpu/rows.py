@@ -167,11 +167,22 @@ ROWS: list[Row] = [  # the most valuable first: time may be over before the last
     *ladder("Llama-3.1-8B", 4096, ALL, {"+ selective checkpointing": 14_000}),
     Row(
         model="Llama-3.1-8B",
-        name="compiled, chunked loss, checkpointed",
+        name="compiled, chunked loss, nothing recomputed",
         length=4096,
-        rows=2,
-        fields={**FULL, **COMPILED},
-        target=9600,
+        adapters=ALL,
+        fields=COMPILED,
+        target=14_000,
+    ),
+    *(
+        Row(
+            model="Llama-3.1-8B",
+            name=f"compiled, chunked loss, {name}",
+            length=4096,
+            rows=2,
+            fields={"activation_checkpointing": mode, **COMPILED},
+            target=9600,
+        )
+        for name, mode in (("checkpointed", "full"), ("selective checkpointing", "selective"))
     ),
     Row(  # where there is no memory for selective checkpointing
         model="Llama-3.1-8B",
