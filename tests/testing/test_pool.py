@@ -123,6 +123,7 @@ def test_all_reduce(pool: str, total: float, request: pytest.FixtureRequest) -> 
     assert ranks.run(summed_rank) == [total] * ranks.world_size
 
 
+@pytest.mark.long
 def test_ranks_are_executed_anew_where_a_fork_could_not_use_cuda() -> None:
     nursery = Nursery()
     assert Pool(nursery, 2).run(module_and_sum) == [("rank.py", 1.0)] * 2
