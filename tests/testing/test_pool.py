@@ -17,7 +17,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_automodel.testing.pool import ROOT, Nursery, Pool, PoolTimeout, RankFailed
-from tests.support.begins_cuda import module_and_sum
 
 
 def ranked(offset: int, *, scale: int) -> dict[str, torch.Tensor]:
@@ -125,6 +124,8 @@ def test_all_reduce(pool: str, total: float, request: pytest.FixtureRequest) -> 
 
 @pytest.mark.long
 def test_ranks_are_executed_anew_where_a_fork_could_not_use_cuda() -> None:
+    from tests.support.begins_cuda import module_and_sum  # here: the nursery of other tests imports this file
+
     nursery = Nursery()
     assert Pool(nursery, 2).run(module_and_sum) == [("rank.py", 1.0)] * 2
     nursery.close()
