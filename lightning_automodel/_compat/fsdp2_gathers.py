@@ -7,13 +7,13 @@ On CPU: FSDP2 gathers a unit into a buffer, from which it copies each parameter.
     here                            a = [a0 a1], b = [b0 b1]        a message for each part
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -42,6 +42,20 @@ def gather_by(unit: FSDPModule, gather: Gather) -> None:
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             group.__class__ = _GathersInPlace
             group.gather = gather
+
+
+def forget_gathered_ahead(units: Iterable[FSDPModule]) -> None:
+    """Let FSDP2 units gather anew what they have gathered ahead of passes that never came, as FSDP2 does behind
+    backward passes: of a block behind one that was called by itself, or the last. Weights may have changed since.
+    """
+    for group in (group for unit in units for group in parameter_groups(unit)):
+        if (ahead := group._all_gather_result) is None:
+            continue
+        if ahead.all_gather_event is not None:
+            group.device_handle.current_stream().wait_event(ahead.all_gather_event)
+        if isinstance(ahead.all_gather_work, Work):
+            ahead.all_gather_work.wait()
+        group._all_gather_result = None
 
 
 GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])

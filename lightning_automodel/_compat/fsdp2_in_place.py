@@ -97,8 +97,8 @@ class _InPlaceGroup(Gathers):
             self._all_gather_result = GATHERED
 
     def wait_for_unshard(self) -> None:
-        """Compute with the shards."""
-        if self._all_gather_result is not GATHERED:
+        """Compute with the shards, unless they lie elsewhere now than when they were gathered ahead."""
+        if self._all_gather_result is not GATHERED or not self._is_in_place():
             super().wait_for_unshard()
             return
         self._all_gather_result = None

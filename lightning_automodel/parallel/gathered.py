@@ -24,6 +24,7 @@ from lightning_automodel._compat.fsdp2 import (
     note_what_trains,
     replaced_parameters,
 )
+from lightning_automodel._compat.fsdp2_gathers import forget_gathered_ahead
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.parameter_swap import describe_replaced, stands_for_parameter
@@ -44,6 +45,7 @@ def watch_gathered(model: nn.Module) -> None:
     behind = _LooksBehind(model, units)
     model.register_forward_pre_hook(_CheckCopies(units), prepend=True)
     model.register_forward_pre_hook(behind.check_writes, prepend=True)
+    model.register_forward_pre_hook(lambda *unused: forget_gathered_ahead(units), prepend=True)
     for unit in units:  # any of them may be called by itself
         assert isinstance(unit, nn.Module)
         unit.register_forward_pre_hook(_TakesData(), prepend=True)
