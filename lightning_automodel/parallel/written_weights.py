@@ -58,9 +58,9 @@ class _Watch:
 
 def _message(unit: nn.Module, name: str) -> str:
     return (
-        f"the forward pass of {class_names(unit)[0]} writes into its parameter {name}, which is gathered for "
-        "that pass: the shards, which the optimizer and checkpoints have, would keep what was there before. Compute "
-        "another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; or change it "
-        "between two steps, in on_train_batch_start, where it is sharded and elements are changed one by one; or use "
-        "DDPStrategy, if what is written does not depend on the samples"
+        f"the forward pass of {class_names(unit)[0]} writes into its parameter {name}, which is gathered for that pass "
+        "where data ranks share it: the shards, which the optimizer and checkpoints have, would keep what was there "
+        "before. Compute another tensor there (normalize(weight), weight.clamp(...)) and leave the parameter as it is; "
+        "or change it between two steps, in on_train_batch_start, where it is sharded and elements are changed one by "
+        "one; or use DDPStrategy, if what is written does not depend on the samples"
     )

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.marks import with_long
 from tests.support.training import Recorder, SaveAfter, batches, make_trainer, world_size
 
 BATCHES, EPOCHS, MIDDLE = 4, 4, 7
@@ -53,8 +54,11 @@ def run(how: dict[str, Any], saver: dict[str, Any], directory: Path, resume: str
     return [*module.rates, trainer.optimizers[0].param_groups[0]["lr"]]
 
 
-@pytest.mark.parametrize("by_steps", [False, True])
-@pytest.mark.parametrize("case", CASES)
+EVERY = [(case, by_steps) for case in CASES for by_steps in (False, True)]
+QUICK = [("behind a validation", True), ("every second epoch", False), ("of training", True)]
+
+
+@pytest.mark.parametrize(("case", "by_steps"), with_long(EVERY, *(case for case in EVERY if case not in QUICK)))
 def test_rates_are_those_of_the_run_that_was_not_stopped(
     case: str, by_steps: bool, nursery: Nursery, tmp_path: Path
 ) -> None:

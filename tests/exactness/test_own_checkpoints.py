@@ -20,6 +20,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, batches, compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 from tests.support.training import whole
 
 BOUND = 1e-5
@@ -98,7 +99,7 @@ def errors(config: FSDP2Config) -> dict[str, tuple[float, str]]:
     return {name: compare(make, {"tp": 2}, 2, schedule, config).largest for name, make in CASES.items()}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_it_has_the_numbers_of_one_process(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(errors, FSDP2Config(sequence_parallel=sequence_parallel)):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}

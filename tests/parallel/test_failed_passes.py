@@ -1,6 +1,7 @@
 """Training goes on as on one process behind a forward or a backward pass that an exception has ended on all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -118,13 +119,19 @@ LAYOUTS: dict[str, tuple[Sizes, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(nursery: Nursery) -> Callable[[str, str], list[Tensor]]:
+    """The run of one process, once for all layouts."""
+    return cache(lambda fails_in, where: Pool(nursery, 1).run(train, fails_in, where, None, {})[0])
+
+
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_goes_on(layout: str, fails_in: str, nursery: Nursery, pool2: Pool, pool4: Pool) -> None:
+def test_training_goes_on(layout: str, fails_in: str, alone: Callable, pool2: Pool, pool4: Pool) -> None:
     sizes, fields = LAYOUTS[layout]
     pool = pool4 if len(sizes) > 1 else pool2
     for where in ("first", "last"):
-        expected = Pool(nursery, 1).run(train, fails_in, where, None, {})[0]
+        expected = alone(fails_in, where)
         assert len(expected) == (STEPS if fails_in == "forward" else STEPS - len(FAILED))
         for found in pool.run(train, fails_in, where, sizes, fields):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

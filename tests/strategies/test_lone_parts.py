@@ -229,7 +229,9 @@ def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery:
     compare(nursery, kind, layout)
 
 
-@pytest.mark.parametrize("kind", [Embedded, WithoutHead, Early, OverBlocks, OnceMore, Glued])
+@pytest.mark.parametrize(
+    "kind", with_long([Embedded, WithoutHead, Early, OverBlocks, OnceMore, Glued], Embedded, Early, OnceMore)
+)
 def test_on_a_cut_sequence(kind: type[Steps], nursery: Nursery) -> None:
     config = FSDP2Config(sequence_parallel=True, activation_checkpointing=True)
     compare(nursery, kind, "fsdp2-tp2", config=config)
