@@ -42,6 +42,10 @@ def main() -> None:
     rows = smallest(ROWS) if arguments.smoke and not arguments.only else ROWS
     kept = Kept(arguments.out, arguments.smoke)
     chosen = [row for row in rows if any(part in row.key for part in arguments.only)]
+    if arguments.only and not chosen:
+        sys.exit(
+            f"--only {arguments.only}: no row's name has such a part; python -m benchmarks.gpu.plan names all rows"
+        )
     left = chosen if arguments.only else [row for row in rows if row.key not in kept.found]
     page.add(describe(kept))
     runner = Runner(left, arguments.smoke, 60 * arguments.minutes, arguments.out, arguments.profile, arguments.timeout)
@@ -58,7 +62,13 @@ def main() -> None:
 
 
 def write_page(page: Page, folder: Path) -> None:
-    """Write the page, and its figures, of what was measured on another machine."""
+    """Write the page, and its figures, of what was measured on another machine.
+
+    Raises:
+        SystemExit: for a folder without rows.
+    """
+    if not (folder / "rows.json").exists():
+        sys.exit(f"--page {folder}: no rows.json is there; give the --out of the machine that measured")
     kept = Kept(folder, elsewhere=True)
     page.configuration = kept.configuration
     page.add(describe(kept))

@@ -28,7 +28,7 @@ class Kept:
         self._rows: dict[str, Found] = {}
         if self._path is not None and self._path.exists():
             before = json.loads(self._path.read_text())
-            self._rows, measured_by = before.pop("rows"), before.pop("configuration")
+            self._rows, measured_by = before.pop("rows"), before.pop("configuration", self.configuration)
             if elsewhere:
                 self.machine, self.configuration = before, measured_by
             elif before != self.machine:

@@ -62,6 +62,12 @@ GATHERED = AllGatherResult(torch.empty(0), None, None, [], [], [])
 """Stands for what FSDP2 has gathered where nothing is left to be waited for."""
 
 
+def is_to_gather(group: FSDPParamGroup) -> bool:
+    """Tell whether a group that is asked for its parameters has none, and needs them."""
+    is_needed = group.unshard_in_backward or group._training_state != TrainingState.PRE_BACKWARD
+    return is_needed and not group.is_unsharded and group._all_gather_result is None
+
+
 class Gathers(FSDPParamGroup):
     """Gathers outside of inference mode, and of transforms of torch.func."""
 
@@ -79,8 +85,7 @@ class _GathersInPlace(FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         """Gather, also where FSDP2 would have it done in the background."""
-        is_needed = self.unshard_in_backward or self._training_state != TrainingState.PRE_BACKWARD
-        if is_needed and not self.is_unsharded and self._all_gather_result is None:
+        if is_to_gather(self):
             with (
                 _without_inference(),
                 _without_functorch(),

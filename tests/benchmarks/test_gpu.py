@@ -111,6 +111,20 @@ def test_a_page_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "gpu.json").read_text())["machine"] == "that one"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--page", "nowhere"], "no rows.json is there"), (["--smoke", "--only", "70B"], "no row's name has such a part")],
+)
+def test_mistakes_end_before_anything_is_written(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    before = (ladder.Page("gpu_ladder.md", "gpu")).path.read_text()
+    with pytest.raises(SystemExit, match=message):
+        ladder.main()
+    assert ladder.Page("gpu_ladder.md", "gpu").path.read_text() == before
+
+
 def test_what_does_not_fit_is_said() -> None:
     (row,) = rows("runs")
     text = ladder.line(row, {"error": ladder.does_not_fit(Planned(gib=150, speed=1), 139 * 2**30)}, None, None)

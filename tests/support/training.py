@@ -131,11 +131,10 @@ def make_trainer(strategy: Strategy | dict[str, Any] | str, **arguments: Any) ->
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return L.Trainer(
-        accelerator="cpu",
         devices=local,
         num_nodes=world_size() // local,
         strategy=FSDP2TPStrategy(**strategy) if isinstance(strategy, dict) else strategy,
-        **{**dict.fromkeys(quiet, False), "num_sanity_val_steps": 0, **arguments},
+        **{**dict.fromkeys(quiet, False), "accelerator": "cpu", "num_sanity_val_steps": 0, **arguments},
     )
 
 
