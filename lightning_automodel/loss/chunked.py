@@ -20,6 +20,7 @@ from lightning_automodel._compat.tensors import written_output
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets
+from lightning_automodel.loss.passes import Passes
 from lightning_automodel.loss.vocab_parallel import (
     SmoothedLoss,
     VocabShard,
@@ -41,6 +42,7 @@ class ChunkOptions:
         ignore_index: value of targets that do not count.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
         gradients: whether a backward pass may follow.
+        passes: over a chunk's logits, compiled; ``None``: kernel by kernel.
     """
 
     chunk_size: int
@@ -49,6 +51,7 @@ class ChunkOptions:
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
     gradients: bool = True
+    passes: Passes | None = None
 
 
 def chunked_linear_cross_entropy(
@@ -204,6 +207,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Computes ``total += left @ right``, where the total may be wider."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and not torch.compiler.is_compiling():  # the product alone would be rounded, and written
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
@@ -230,11 +235,18 @@ def _softmax_loss(
 ) -> tuple[Tensor, Tensor]:
     rule = SmoothedLoss(options.shard, options.label_smoothing)
     maximum, sums = rule.start(logits, targets)
-    overwrite = overwrite and logits.dtype == maximum.dtype
-    values = logits.sub_(maximum[:, None]) if overwrite else logits - maximum[:, None]
-    rule.exponentiate(values, sums)
-    options.shard.reduce(sums)
-    counts = (~ignored(targets, options.ignore_index)).to(values.dtype)
-    if gradients:
-        rule.differentiate(values, targets, sums[0], counts)
+    counts = (~ignored(targets, options.ignore_index)).to(maximum.dtype)
+    if options.passes is not None and logits.shape[-1]:
+        rule.add_up(options.passes, logits, maximum, sums)
+        options.shard.reduce(sums)
+        values = logits if overwrite else torch.empty_like(logits)
+        if gradients:
+            rule.write_gradient(options.passes, logits, targets, maximum, sums[0], counts, values)
+    else:
+        overwrite = overwrite and logits.dtype == maximum.dtype
+        values = logits.sub_(maximum[:, None]) if overwrite else logits - maximum[:, None]
+        rule.exponentiate(values, sums)
+        options.shard.reduce(sums)
+        if gradients:
+            rule.differentiate(values, targets, sums[0], counts)
     return rule.losses(sums).masked_fill_(counts == 0, 0).sum(), values

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_automodel.loss.chunked import ChunkOptions, chunked_loss_sum
 from lightning_automodel.loss.kernels import fused_loss_sum
+from lightning_automodel.loss.passes import Passes
 from lightning_automodel.loss.vocab_parallel import VocabShard
 
 _ELEMENTWISE = {
@@ -29,6 +30,7 @@ class LinearRecipe:
         shard: which shard of the vocabulary these are.
         chunk_size: tokens whose logits exist at a time.
         kernel: what computes the loss: "torch", or the name of a library.
+        passes: of "torch" over a chunk's logits, compiled.
         owner: name of the model's class, for messages.
         operations: what the model did with the logits, in order.
     """
@@ -39,6 +41,7 @@ class LinearRecipe:
     shard: VocabShard
     chunk_size: int
     kernel: str
+    passes: Passes | None = None
     owner: str
     operations: tuple[Callable[[Tensor], Tensor], ...] = ()
 
@@ -87,6 +90,7 @@ class DeferredLogits(Tensor):
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             gradients=torch.is_grad_enabled(),
+            passes=recipe.passes,
         )
         return chunked_loss_sum(hidden, recipe.weight, recipe.bias, targets, options)
 

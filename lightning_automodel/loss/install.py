@@ -26,6 +26,7 @@ from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
 from lightning_automodel.loss.kernels import check_kernel
+from lightning_automodel.loss.passes import compiled_passes
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.modules.forward import Around, code_of, wrap_forward
@@ -296,6 +297,8 @@ def _split_forward(shard: VocabShard, tp_mesh: DeviceMesh) -> Around:
 
 
 def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> Around:
+    passes = compiled_passes(config.compile_backend, config.compile_dynamic) if config.enable_compile else None
+
     def around(head: nn.Module, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if not _has_labels(head):
             return forward(*args, **kwargs)
@@ -307,6 +310,7 @@ def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> A
             shard=shard,
             chunk_size=config.chunked_loss or _CHUNK_OF_KERNELS,
             kernel=config.loss_kernel,
+            passes=passes,
             owner=owner,
         )
         return DeferredLogits.from_recipe(recipe)

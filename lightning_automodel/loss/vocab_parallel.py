@@ -18,6 +18,7 @@ from lightning_automodel._compat.dtensor_gradients import to_local
 from lightning_automodel._compat.tensors import assert_async
 from lightning_automodel.distributed.collectives import copy_in, reduce_out, shard_bounds
 from lightning_automodel.distributed.second_order import is_differentiated, refuse_second_order
+from lightning_automodel.loss.passes import Passes
 from lightning_automodel.loss.rounds import rounds
 
 _ON_CPU, _ON_DEVICES = 1 << 22, 1 << 25
@@ -111,6 +112,12 @@ class SmoothedLoss:
             sums[2] = shifted.sum(-1)
         sums[0] = shifted.exp_().sum(-1)
 
+    def add_up(self, passes: Passes, logits: Tensor, maximum: Tensor, sums: Tensor) -> None:
+        """Writes ``sums`` as :meth:`exponentiate` does, of logits that stay as they are."""
+        sums[0], all_of_row = passes.add_up(logits, maximum, self.smoothing > 0)
+        if all_of_row is not None:
+            sums[2] = all_of_row
+
     def losses(self, sums: Tensor) -> Tensor:
         """Computes losses [rows] from sums over the whole vocabulary."""
         losses = sums[0].log() - (1 - self.smoothing) * sums[1]
@@ -122,6 +129,23 @@ class SmoothedLoss:
         if self.smoothing:
             exponentials -= (weights * self.smoothing / self.shard.size)[:, None]
         self.shard.subtract(exponentials, targets, (1 - self.smoothing) * weights)
+
+    def write_gradient(
+        self,
+        passes: Passes,
+        logits: Tensor,
+        targets: Tensor,
+        maximum: Tensor,
+        sums: Tensor,
+        weights: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Writes what :meth:`differentiate` does to ``out``, which may be the logits."""
+        columns, held = self.shard.find(targets, logits.shape[-1])
+        spread = weights * self.smoothing / self.shard.size if self.smoothing else None
+        passes.write_gradient(
+            logits, maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
+        )
 
     def gradient(self, logits: Tensor, targets: Tensor, maximum: Tensor, weights: Tensor) -> Tensor:
         """Compute the gradient of ``sum(weights * losses)`` [rows, vocab / tp] so that it has a gradient itself."""

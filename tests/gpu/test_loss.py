@@ -1,6 +1,6 @@
 """One GPU: losses in float32 and bfloat16 against float64, their memory, nothing that waits for the device; kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -15,6 +15,7 @@ from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.loss import cross_entropy, entropy
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.kernels import LOSS_KERNELS
+from lightning_automodel.loss.passes import compiled_passes
 from lightning_automodel.loss.vocab_parallel import VocabShard
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -30,11 +31,11 @@ def problem(dtype: torch.dtype, tokens: int = 300, vocabulary: int = 1000) -> tu
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def assert_same(loss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def assert_same(loss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float = 0.0) -> None:
     """Loss and gradients, relative to float64."""
     loss.backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = reference(linear(*exact), labels)
+    expected = reference(linear(*exact), labels, label_smoothing=smoothing)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
     for actual, wanted in zip((hidden, weight), exact, strict=True):
@@ -54,21 +55,54 @@ def test_chunks(dtype: torch.dtype) -> None:
     assert_same(chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=128), hidden, weight, labels)
 
 
-def peak(dtype: torch.dtype, chunk: int | None) -> int:
+def recipe(hidden: Tensor, weight: Tensor, kernel: str = "torch", chunk: int = 128) -> LinearRecipe:
+    """A loss without logits, as a model has it whose blocks are compiled."""
+    return LinearRecipe(
+        hidden=hidden[None],
+        weight=weight,
+        bias=None,
+        shard=VocabShard(weight.shape[0]),
+        chunk_size=chunk,
+        kernel=kernel,
+        passes=compiled_passes("inductor", None),
+        owner="test",
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_compiled_passes(dtype: torch.dtype, smoothing: float) -> None:
+    hidden, weight, labels = problem(dtype)
+    deferred = DeferredLogits.from_recipe(recipe(hidden, weight))
+    loss = deferred.loss_sum(labels, -100, smoothing) / (labels != -100).sum()
+    assert_same(loss, hidden, weight, labels, smoothing)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "torch": lambda hidden, weight, labels: reference(linear(hidden, weight).float(), labels),
+    "whole": lambda hidden, weight, labels: cross_entropy(linear(hidden, weight), labels),
+    "chunks": lambda hidden, weight, labels: chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=256),
+    "compiled": lambda *given: DeferredLogits.from_recipe(recipe(*given[:2], chunk=256)).loss_sum(given[2], -100, 0.0),
+}
+
+
+def peak(dtype: torch.dtype, loss: str) -> int:
     """Bytes above what was held before."""
     hidden, weight, labels = problem(dtype, tokens=4096, vocabulary=32_000)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    if chunk is None:
-        cross_entropy(linear(hidden, weight), labels).backward()
-    else:
-        chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk).backward()
+    for _ in range(2):  # the first one may compile
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        LOSSES[loss](hidden, weight, labels).backward()
     return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 def test_chunks_take_less_memory(dtype: torch.dtype) -> None:
-    assert peak(dtype, 256) < peak(dtype, None) / 4
+    of = {loss: peak(dtype, loss) for loss in LOSSES}
+    assert of["chunks"] < of["whole"] / 4
+    assert of["chunks"] < of["torch"] / 8
+    assert of["compiled"] < of["torch"] / 16
 
 
 @contextmanager
@@ -94,8 +128,7 @@ def test_kernels(kernel: str) -> None:
     if find_spec(LOSS_KERNELS[kernel][0]) is None:
         pytest.skip(f"{LOSS_KERNELS[kernel][1]} is not installed")
     hidden, weight, labels = problem(torch.bfloat16)
-    recipe = LinearRecipe(
-        hidden=hidden[None], weight=weight, bias=None, shard=VocabShard(1000), chunk_size=1, kernel=kernel, owner="test"
+    loss = (
+        DeferredLogits.from_recipe(recipe(hidden, weight, kernel)).loss_sum(labels, -100, 0.0) / (labels != -100).sum()
     )
-    loss = DeferredLogits.from_recipe(recipe).loss_sum(labels, -100, 0.0) / (labels != -100).sum()
     assert_same(loss, hidden, weight, labels)

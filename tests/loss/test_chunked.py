@@ -15,7 +15,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
-from lightning_automodel.distributed.collectives import shard_bounds
+from lightning_automodel.distributed.collectives import copy_in, shard_bounds
+from lightning_automodel.loss.chunked import ChunkOptions, chunked_loss_sum
+from lightning_automodel.loss.functional import count_targets
+from lightning_automodel.loss.passes import Passes, _add_up, _write_gradient, compiled_passes
+from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.testing.pool import Pool
 from tests.loss.cases import IGNORED, assert_close, for_all, reference_losses
 
@@ -73,24 +77,48 @@ def rows(value: Tensor, group: ProcessGroup | None) -> Tensor:
     return value.narrow(0, *shard_bounds(value.shape[0], group.size(), group.rank()))
 
 
-def check(group: ProcessGroup | None, examples: int) -> None:
+def loss_by_call(problem: Problem, inputs: list[Tensor], labels: Tensor, group: ProcessGroup | None) -> Tensor:
+    return chunked_linear_cross_entropy(
+        inputs[0],
+        inputs[1],
+        labels,
+        chunk_size=problem.chunk,
+        group=group,
+        vocab_size=problem.vocabulary if group else None,
+        bias=inputs[2] if problem.with_bias else None,
+        logit_transform=TRANSFORMS[problem.transform],
+        label_smoothing=problem.smoothing,
+        reduction=problem.reduction,
+    )
+
+
+def loss_by_passes(
+    problem: Problem, inputs: list[Tensor], labels: Tensor, group: ProcessGroup | None, passes: Passes
+) -> Tensor:
+    """The loss as a model has it whose blocks are compiled."""
+    options = ChunkOptions(
+        chunk_size=problem.chunk,
+        shard=VocabShard.of(problem.vocabulary, group),
+        transform=TRANSFORMS[problem.transform],
+        label_smoothing=problem.smoothing,
+        passes=passes,
+    )
+    hidden = copy_in(inputs[0], group) if group else inputs[0]
+    bias = inputs[2] if problem.with_bias else None
+    total = chunked_loss_sum(hidden, inputs[1], bias, labels, options)
+    return total / count_targets(labels) if problem.reduction == "mean" else total
+
+
+def check(group: ProcessGroup | None, examples: int, passes: Passes | None = None) -> None:
     @for_all(PROBLEMS, examples=examples)
     def compare(problem: Problem) -> None:
         hidden, weight, bias, labels = problem.tensors()
         inputs = [hidden, rows(weight, group), *([rows(bias, group)] if bias is not None else [])]
         inputs = [x.clone().requires_grad_() for x in inputs]
-        loss = chunked_linear_cross_entropy(
-            inputs[0],
-            inputs[1],
-            labels,
-            chunk_size=problem.chunk,
-            group=group,
-            vocab_size=problem.vocabulary if group else None,
-            bias=inputs[2] if bias is not None else None,
-            logit_transform=TRANSFORMS[problem.transform],
-            label_smoothing=problem.smoothing,
-            reduction=problem.reduction,
-        )
+        if passes is None:
+            loss = loss_by_call(problem, inputs, labels, group)
+        else:
+            loss = loss_by_passes(problem, inputs, labels, group, passes)
         (3 * loss).backward()
         exact = [x.double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
         expected = reference(problem, exact, labels)
@@ -116,12 +144,37 @@ def reference(problem: Problem, exact: list[Tensor], labels: Tensor) -> Tensor:
     return losses.sum() / count
 
 
+PASSES = Passes(_add_up, _write_gradient)  # each shape would be compiled anew
+
+
 def check_on_ranks() -> None:
     check(dist.group.WORLD, examples=50)
+    check(dist.group.WORLD, examples=30, passes=PASSES)
 
 
 def test_whole_weight() -> None:
     check(None, examples=120)
+
+
+def test_passes_that_a_compiler_would_fuse() -> None:
+    check(None, examples=60, passes=PASSES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_passes(dtype: torch.dtype) -> None:
+    passes = compiled_passes("inductor", None)
+    for transform, smoothing, tokens in (("none", 0.0, 24), ("none", 0.0, 19), ("soft-capping", 0.2, 24)):
+        problem = Problem(0, tokens, 41, 8, smoothing, 0.4, transform, False, "mean", dtype)
+        hidden, weight, _, labels = problem.tensors()
+        inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+        loss = loss_by_passes(problem, inputs, labels, None, passes)
+        loss.backward()
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        expected = reference(problem, exact, labels)
+        expected.backward()
+        assert_close(loss, expected, "loss", dtype)
+        for name, actual, wanted in zip(("hidden", "weight"), inputs, exact, strict=True):
+            assert_close(actual.grad, wanted.grad, f"gradient of {name}", dtype)
 
 
 def test_weight_of_two_ranks(pool2: Pool) -> None:
