@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
@@ -68,10 +69,32 @@ def is_to_gather(group: FSDPParamGroup) -> bool:
     return is_needed and not group.is_unsharded and group._all_gather_result is None
 
 
+_SEEN = "_versions_of_shards"
+
+
+def show_changes(group: FSDPParamGroup) -> None:
+    """Let autograd see which shards of a group that is to gather have changed since it gathered last.
+
+    FSDP2 hides from it that memory is filled anew. A backward pass through what a graph computed before a step would
+    then compute with the weights behind it, where it is an error of parameters that are whole.
+    """
+    versions = [held.sharded_param._version for held in group.fsdp_params]
+    before = vars(group).get(_SEEN, versions)
+    setattr(group, _SEEN, versions)
+    if versions == before:
+        return
+    for held, now, then in zip(group.fsdp_params, versions, before, strict=True):
+        whole = getattr(held, "_unsharded_param", None)
+        if now != then and whole is not None and not whole.is_inference():
+            increment_version(whole)
+
+
 class Gathers(FSDPParamGroup):
     """Gathers outside of inference mode, and of transforms of torch.func."""
 
     def unshard(self, async_op: bool = False) -> None:
+        if is_to_gather(self):
+            show_changes(self)
         with _without_inference(), _without_functorch():
             super().unshard(async_op)
 
@@ -86,6 +109,7 @@ class _GathersInPlace(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         """Gather, also where FSDP2 would have it done in the background."""
         if is_to_gather(self):
+            show_changes(self)
             with (
                 _without_inference(),
                 _without_functorch(),

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_automodel._compat.fsdp2 import has_replicas, parameter_groups
-from lightning_automodel._compat.fsdp2_gathers import GATHERED, Gathers, is_to_gather
+from lightning_automodel._compat.fsdp2_gathers import GATHERED, Gathers, is_to_gather, show_changes
 from lightning_automodel._compat.fsdp2_waiting import add_up, clear_gradient_of, gradient_of, was_gathered
 
 _GRADIENT_DTYPES = "_set_unsharded_grad_dtypes"
@@ -90,6 +90,7 @@ class _InPlaceGroup(Gathers):
     def unshard(self, async_op: bool = False) -> None:
         """Note that it was asked for."""
         if is_to_gather(self):
+            show_changes(self)
             self._all_gather_result = GATHERED
 
     def wait_for_unshard(self) -> None:

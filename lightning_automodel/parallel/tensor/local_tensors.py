@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat.dtensor_gradients import gradient_from, gradient_spec, local_of, own
 from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.tensors import version_of
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient, summed
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
@@ -174,9 +175,20 @@ class _Local(torch.autograd.Function):
         is_summed = sum_over is not None and gradient.is_partial()
         ctx.spec, ctx.strides = gradient_spec(parameter, Replicate() if is_summed else gradient), local.stride()
         ctx.is_summed, ctx.sum_over = is_summed, sum_over
+        ctx.parameter, ctx.version = parameter, version_of(parameter)
         return local.view_as(local) if sum_over is None else local.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
+        if version_of(ctx.parameter) != ctx.version:  # torch compares versions of local tensors, which count no steps
+            raise RuntimeError(_changed(ctx.parameter))
         grad = summed(grad, ctx.sum_over) if ctx.is_summed else own(grad).contiguous()
         return gradient_from(grad, ctx.spec, ctx.strides), None, None
+
+
+def _changed(parameter: DTensor) -> str:
+    return (
+        f"a parameter {list(parameter.shape)} that is needed for gradient computation has been modified by an inplace "
+        "operation since the forward pass, such as the step of an optimizer: gradients would be of other weights. "
+        "Call backward() before step(), or compute the loss again behind it"
+    )
