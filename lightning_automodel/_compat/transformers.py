@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,6 +75,29 @@ def recording_inside_graph(recorded: dict[str, list]) -> Generator[None, None, N
         _active_collector.compiling, _active_collector.global_var = False, None
 
 
+_WHERE_FOUND: ContextVar[Callable[[], None] | None] = ContextVar("what runs where packed documents are found")
+
+
+@contextmanager
+def where_documents_are_found(run: Callable[[], None]) -> Generator[None, None, None]:
+    """Call ``run()`` where transformers' masks find packed documents within this context.
+
+    Nothing public tells that they do, and to look once more would wait for the device.
+    """
+    token = _WHERE_FOUND.set(run)
+    try:
+        yield
+    finally:
+        _WHERE_FOUND.reset(token)
+
+
+def _documents_of_rows(position_ids: Tensor) -> Tensor | None:
+    found = _DOCUMENTS_OF_ROWS(position_ids)
+    if found is not None and (run := _WHERE_FOUND.get(None)) is not None:
+        run()
+    return found
+
+
 def set_test_of_packing(active: bool) -> None:
     """Turns transformers' tests of packed documents on or off, for the whole process.
 
@@ -81,7 +105,7 @@ def set_test_of_packing(active: bool) -> None:
     nothing tells them beforehand.
     """
     test = _TEST_OF_PACKING if active else (lambda position_ids, batch_size: False)
-    documents = _DOCUMENTS_OF_ROWS if active else (lambda position_ids: None)
+    documents = _documents_of_rows if active else (lambda position_ids: None)
     modeling_flash_attention_utils._is_packed_sequence = test
     masking_utils.find_packed_sequence_indices = documents
 

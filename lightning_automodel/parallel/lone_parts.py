@@ -47,6 +47,11 @@ def is_called_alone(block: nn.Module) -> bool:
     return model is not None and not model.__dict__.get(_RUNNING)
 
 
+def is_run_for_a_part(model: nn.Module) -> bool:
+    """Tell, in front of the forward pass of ``model``, whether a part of it runs in its place, with other arguments."""
+    return _INSTEAD in model.__dict__
+
+
 def _around_model(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     instead = model.__dict__.pop(_INSTEAD, None)
     if model.__dict__.get(_RUNNING):

@@ -17,6 +17,7 @@ from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.parallel.fsdp2 import FSDP2Sharding
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
+from lightning_automodel.parallel.own_memory import give_own_memory
 from lightning_automodel.parallel.shard_unit import FullyShard
 from lightning_automodel.parallel.stages import apply_stages
 
@@ -45,6 +46,7 @@ class FSDP2Setup:
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the stages on ``model``, in place, and return it."""
         refuse_gradient_hooks(model)
+        give_own_memory(model)
         axes = find_axes(mesh, self.axis_names)
         sharding = FSDP2Sharding(self.config, self.mp_policy, axes, self.fully_shard_fn)
         with hooks_after_accumulation_kept(model):

@@ -38,6 +38,7 @@ from lightning_automodel.parallel.hooks_of_users import (
     refuse_hooks_after_accumulation,
 )
 from lightning_automodel.parallel.layer_config import config_for
+from lightning_automodel.parallel.own_memory import give_own_memory
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
@@ -175,6 +176,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         refuse_prompts(module, self.sizes.tp)
         install_saving_of_adapters(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
+        give_own_memory(module)  # parts of it are sharded one by one, and may share memory with each other
         self._setup_submodels(find_submodels(module))
 
     def _setup_submodels(self, submodels: list[Submodel]) -> None:

@@ -202,10 +202,25 @@ class Glued(Parts):
         return torch.optim.SGD(self.parameters(), lr=0.01)  # with more the tower amplifies rounding
 
 
+class Bare(Parts):
+    """A model without a head, which runs its blocks itself: its embedding and its norm alone, in front and behind."""
+
+    def change(self) -> None:
+        self.model, self.head = self.model.model, nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.linspace(-1, 1, VOCABULARY * HIDDEN).view(VOCABULARY, HIDDEN).sin())
+
+    def of_ids(self, ids: Tensor) -> Tensor:
+        embedded = self.model.get_input_embeddings()(ids)
+        output = self.model(inputs_embeds=1.1 * embedded + embedded.flip(1), output_hidden_states=True)
+        early = self.model.norm(output.hidden_states[1])
+        return shifted(self.head(output.last_hidden_state + early), ids)
+
+
 BY_FEW = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-cp2", "ddp-2", "fsdp2-dp2-tp2", "fsdp2-cp2-tp2")
 KINDS = (
     *(Embedded, WithoutHead, Early, SoftPrompt, Adversarial, Recomputed, InTurn, InTurnByUnits, HookedModel),
-    *(OverBlocks, OnceMore, Contrast, Glued),
+    *(OverBlocks, OnceMore, Contrast, Glued, Bare),
 )
 WITHOUT_PLAN = (Contrast,)
 LEAVING_OUT = (InTurn, Contrast, Glued)
@@ -220,7 +235,7 @@ FAST = [
     *((kind, "fsdp2-dp2") for kind in KINDS),
     *((kind, "fsdp2-tp2") for kind in (Embedded, WithoutHead, Early, OverBlocks, Glued)),
     (InTurnByUnits, "fsdp2-dp2-tp2"),
-    *((kind, "fsdp2-cp2") for kind in (Embedded, WithoutHead, Early)),
+    *((kind, "fsdp2-cp2") for kind in (Embedded, WithoutHead, Early, Bare)),
 ]
 
 

@@ -1,16 +1,21 @@
 """Begins and ends a call of a model, says what it may cut, and makes rows whole again in what it returns."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_automodel._compat.attention import MASKS_ARE_TENSORS
+from lightning_automodel._compat.transformers import attention_of, where_documents_are_found
 from lightning_automodel.distributed.sequence_rows import Rows, average_grad, gather_whole
 from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
+from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.context.state import Pass, StreamOnRows
+from lightning_automodel.parallel.lone_parts import is_run_for_a_part
 from lightning_automodel.plans.context import ContextLayout, head_of
 
 _WHOLE = ("past_key_values", "cache", "cache_params", "output_attentions", "use_cache")
@@ -196,6 +201,8 @@ class HolderOnRows(SharedByCopies):
 
     def enter(self, holder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Note the shape of what is read, which tells the dimension of the sequence; a cache is not written."""
+        if is_run_for_a_part(holder):
+            return None
         names, given = self.arguments, {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         first = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
         self.call.shape = tuple(first.shape[:2]) if isinstance(first, Tensor) else ()
@@ -203,6 +210,8 @@ class HolderOnRows(SharedByCopies):
             self.call.build_row_masks()
         if not self.call.allowed or "use_cache" not in names or names.index("use_cache") < len(args):
             return None
+        if _would_write_a_cache(holder, given.get("use_cache")):
+            self.call.building.enter_context(where_documents_are_found(partial(_refuse_documents, holder)))
         return args, {**kwargs, "use_cache": False}
 
     def leave(self, holder: nn.Module, args: tuple, output: Any) -> Any:
@@ -222,6 +231,23 @@ class HolderOnRows(SharedByCopies):
         found = {key: _whole(value, self.call, rows) for key, value in found.items()}
         found[first] = hidden if self.call.leaves_rows else _whole(hidden, self.call, rows)
         return tuple(found.values()) if is_tuple else type(output)(**found)
+
+
+def _would_write_a_cache(holder: nn.Module, use_cache: bool | None) -> bool:
+    """Tell whether one process would hand an empty cache on, with which transformers' masks look for no documents."""
+    config = getattr(holder, "config", None)
+    asked = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    recomputed = getattr(holder, "gradient_checkpointing", False) and holder.training
+    return bool(asked) and not recomputed and attention_of(config) in MASKS_ARE_TENSORS
+
+
+def _refuse_documents(holder: nn.Module) -> None:
+    raise ValueError(
+        f"positions of a row begin anew in {class_names(holder)[0]}, and its config says use_cache=True: with a cache, "
+        "documents of a row see each other in transformers, and without one, as under cp, they are kept apart. Call "
+        "the model with use_cache=False, which keeps them apart on one device, too; if they are to see each other, "
+        "give an attention_mask"
+    )
 
 
 def _whole(value: Any, call: Pass, rows: Rows) -> Any:

@@ -24,6 +24,7 @@ from lightning_automodel.parallel.compute_dtype import Cast
 from lightning_automodel.parallel.generation import generate_in_step
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.megatron_fsdp.plain import make_plain
+from lightning_automodel.parallel.own_memory import give_own_memory
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.plans import Layout, Plan
 
@@ -90,6 +91,7 @@ def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> N
                 f"{name} of {class_names(model)[0]} is stored in {parameter.dtype}, of which Megatron-FSDP reduces no "
                 "gradients; use FSDP2TPStrategy or DDPStrategy"
             )
+    give_own_memory(model)
     apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
     if config.zero_dp_strategy == 3:  # below it, parameters stay gathered
         generate_in_step(model, axes.data)

@@ -1,0 +1,77 @@
+"""Sees to memory of their own for parameters that are about to be sharded, and refuses those that share theirs.
+
+::
+
+    one process    a = Parameter(w)    b = Parameter(w.t())    a step of the optimizer on a moves b, and the other way
+    shards         a, copied           b, copied               each goes its own way from the first step on
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+
+def give_own_memory(model: nn.Module) -> None:
+    """Lay the parameters of ``model`` out row by row, in place: shards are of rows.
+
+    One parameter under two names is no sharing; nor are views that do not overlap, and frozen tensors among themselves.
+
+    Raises:
+        ValueError: naming a parameter that trains and another parameter or buffer that has elements of it.
+    """
+    held = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if _has_memory(tensor)}
+    by_storage: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in held.items():
+        by_storage[tensor.untyped_storage().data_ptr()].append(name)
+    for names in by_storage.values():
+        _refuse_overlap([(name, held[name]) for name in names])
+    for tensor in held.values():
+        if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = not isinstance(tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_meta
+    return plain and tensor.numel() > 0 and tensor.untyped_storage().data_ptr() != 0
+
+
+def _refuse_overlap(views: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse two of ``views`` of a storage of which one trains and has bytes of the other."""
+    for (one, first), (other, second) in combinations(views, 2):
+        if (first.requires_grad or second.requires_grad) and _overlap(first, second):
+            raise ValueError(_message(one, other, first, second))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return begin < other_end and other_begin < end and bool((_bytes(one) & _bytes(other)).any())
+
+
+def _extent(view: Tensor) -> tuple[int, int]:
+    """Return the first byte of ``view`` in its storage, and the one behind its last."""
+    elements = sum(int(size - 1) * int(stride) for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+    begin, size = int(view.storage_offset()), view.element_size()
+    return begin * size, (begin + elements) * size
+
+
+def _bytes(view: Tensor) -> Tensor:
+    """Mark what belongs to ``view`` in its storage, byte by byte."""
+    size = view.element_size()
+    marked = torch.zeros(view.untyped_storage().nbytes() // size, dtype=torch.bool)
+    marked.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    return functional.pad(marked.repeat_interleave(size), (0, view.untyped_storage().nbytes() % size))
+
+
+def _message(one: str, other: str, first: Tensor, second: Tensor) -> str:
+    what = "are two parameters" if isinstance(second, nn.Parameter) else "are a parameter and a buffer"
+    return (
+        f"{one} {list(first.shape)} and {other} {list(second.shape)} {what} of one memory: on one process each step of "
+        "the optimizer on one of them changes the other, and shards of them would go apart. Give both places the same "
+        "nn.Parameter (b.weight = a.weight, which is tied), or a copy (nn.Parameter(a.weight.detach().clone())); with "
+        "LoRA of peft on a tied embedding leave ensure_weight_tying out; or use DDPStrategy"
+    )
