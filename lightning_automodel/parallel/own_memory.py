@@ -8,7 +8,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +40,18 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _refuse_overlap(views: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse two of ``views`` of a storage of which one trains and has bytes of the other."""
-    for (one, first), (other, second) in combinations(views, 2):
-        if (first.requires_grad or second.requires_grad) and _overlap(first, second):
-            raise ValueError(_message(one, other, first, second))
+    """Refuse two of ``views`` of a storage of which one trains and has bytes of the other.
 
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
-    return begin < other_end and other_begin < end and bool((_bytes(one) & _bytes(other)).any())
+    A file that is mapped into memory is one storage of all parameters, so only neighbors are compared.
+    """
+    unfinished: list[tuple[int, str, Tensor]] = []  # those that end behind where the next one begins
+    for begin, end, name, view in sorted(((*_extent(view), name, view) for name, view in views), key=lambda x: x[0]):
+        unfinished = [(last, other, before) for last, other, before in unfinished if last > begin]
+        for _, other, before in unfinished:
+            trains = before.requires_grad or view.requires_grad
+            if trains and bool((_bytes(before) & _bytes(view)).any()):
+                raise ValueError(_message(other, name, before, view))
+        unfinished.append((end, name, view))
 
 
 def _extent(view: Tensor) -> tuple[int, int]:
