@@ -75,6 +75,11 @@ def reduce_what_waits(units: Iterable[FSDPModule]) -> None:
         end_backward_pass(state)
 
 
+def some_wait(units: Iterable[FSDPModule]) -> bool:
+    """Tell whether gradients of earlier micro-batches wait, and nothing holds them back any more."""
+    return any(_only_waits(group) for unit in units for group in parameter_groups(unit))
+
+
 class _Reduction:
     """What a group of parameters does behind its backward pass, with flags of the gradients that this rank has."""
 

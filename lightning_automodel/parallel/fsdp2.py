@@ -22,6 +22,7 @@ from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_lo
 from lightning_automodel._compat.fsdp2 import fsdp_units, holds_several_dtypes
 from lightning_automodel._compat.fsdp2_root import begin_with_root
 from lightning_automodel._compat.groups import concatenated_once
+from lightning_automodel._compat.optimization import orthogonalize_whole_matrices
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
@@ -78,6 +79,7 @@ class FSDP2Sharding:
         """Shard ``model``, or mark it as an FSDP2 module where there is nothing to shard or to cast."""
         let_data_be_given()
         draw_as_one_process()
+        orthogonalize_whole_matrices()
         see_to_gradients_of_local(self.axes.data.mesh_dim_names or ())
         if self.sums_gradients(model):
             with concatenated_once():

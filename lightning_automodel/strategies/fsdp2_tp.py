@@ -273,6 +273,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
+        if output is None and self._module.automatic_optimization and self.world_size == 1:  # on more, an error follows
+            reduce_what_waits(self._units)  # if it was the last micro-batch of a step: no backward pass does
         if self._is_watched:
             self.free_gathered()  # the backward pass gathers again
         return output

@@ -29,6 +29,7 @@ from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
 from lightning_automodel.strategies.replica_gradients import PlainBackward, average_gradients, reduce_in_float32
 from lightning_automodel.strategies.replica_hooks import HooksOfReplicas
+from lightning_automodel.strategies.sharded_use import HELD
 
 HOOKED_EACH_TIME = (
     "a parameter has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"
@@ -46,6 +47,7 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
 
     def __init__(self, **arguments: Any) -> None:
         self._averages_itself = self._has_averaged = self._is_stepping = self._has_failed = False
+        self._holds = False
         self._plain: PlainBackward
         self._hooks: HooksOfReplicas | None = None
         super().__init__(**arguments)
@@ -64,7 +66,7 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
                 self._enable_model_averaging()
             if self.data_size > 1:
                 self._hooks = HooksOfReplicas(self._module, lambda: self._plain.is_known)
-                is_held, then = lambda: self._is_stepping or not self._reduces, self._hooks.run_on_sums
+                is_held, then = lambda: self._is_stepping or not self._reduces, self._end_plain_backward
                 self._plain = PlainBackward(self._module, is_held, then)
                 self.precision_plugin.around_backward = self._around_backward
 
@@ -119,6 +121,11 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
         if self._hooks is not None:
             self._plain.expect(closure_loss)
 
+    def _end_plain_backward(self) -> None:
+        assert self._hooks is not None
+        self._holds = False
+        self._hooks.run_on_sums()
+
     @contextmanager
     def _around_backward(self) -> Generator[None, None, None]:
         """Surrounds autograd's work, behind which ``on_after_backward`` sees the gradients of all ranks."""
@@ -145,6 +152,13 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
             if self._reduces:
                 check_all_reduced(self.model)
         self._has_averaged = False
+        self._holds = self._holds and not self._reduces
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._holds and not self._module.automatic_optimization:
+            warn_once(f"{HELD}: replicas go apart, unless you average them yourself")
+        return super().optimizer_step(*args, **kwargs)
 
     def _must_average(self) -> bool:
         """Tell whether gradients are due, and torch's wrapper would leave some on their rank, without a word."""
@@ -167,6 +181,7 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
             yield
             return
         if not self.config.static_graph:
+            self._holds = self.data_size > 1
             with super().block_backward_sync():
                 yield
             return

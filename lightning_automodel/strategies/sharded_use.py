@@ -1,11 +1,12 @@
 """Says what is to be done where code of a user's meets shards: a gradient that nobody reduced, and torch's errors."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.fsdp2 import unreduced_parameter
+from lightning_automodel._compat.fsdp2_reduction import some_wait
 
 _WRITTEN = (
     "a forward pass writes into a parameter, in the place of which it sees a slice of tensor parallelism. Compute "
@@ -32,7 +33,17 @@ _BY_INDICES = (
     "shards do not take values by a mask or by indices (tensor[mask] = value); use "
     "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
 )
+HELD = (
+    "gradients of micro-batches within block_backward_sync() were not reduced over the data ranks, since no backward "
+    "pass followed outside of it before the step; take the last backward pass of a step outside of it, also if its "
+    "batch is to be left out ((0 * loss).backward(), say)"
+)
 _INSTEAD = {
+    "appears to not have been used in the graph": (
+        "parameters that FSDP2 gathers are not those of which torch.autograd.grad is asked, so that it finds none of "
+        "a model that is sharded over data ranks, or on one device; take them from parameter.grad behind "
+        "self.manual_backward(loss), or use DDPStrategy"
+    ),
     "Output 0 of _Local is a view and its base or another view of its base has been modified": _WRITTEN,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
@@ -64,7 +75,7 @@ def explain_use_of_shards(error: BaseException) -> None:
                 error.args = (f"{instead}. torch says: {text}", *error.args[1:])
 
 
-def refuse_unreduced(module: nn.Module, units: Iterable[FSDPModule]) -> None:
+def refuse_unreduced(module: nn.Module, units: Collection[FSDPModule]) -> None:
     """Check, when a step's gradients have been reduced, that no parameter has one that was not.
 
     Args:
@@ -77,6 +88,8 @@ def refuse_unreduced(module: nn.Module, units: Iterable[FSDPModule]) -> None:
     found = unreduced_parameter(units)
     if found is None:
         return
+    if some_wait(units):
+        raise ValueError(HELD)
     owner, parameter = found
     name = next((name for name, part in module.named_modules() if part is owner), type(owner).__name__)
     raise ValueError(

@@ -9,13 +9,17 @@ import pytest
 import torch
 import torchao.optim
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.strategies.optimizers import check_optimizers, updates_each_element_alone
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import OLD_FSDP2, SHARDS_TAKE_MASKS
-from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole_parameters, world_size
+from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole, whole_parameters, world_size
 
 EXACT, REFUSED, NO_OPERATION = "exact", "on other elements of the same tensor", "cannot carry out on sharded parameters"
 ROUNDED = "exact up to its bfloat16"
@@ -137,6 +141,37 @@ def test_the_rule_finds_what_works_on_whole_matrices(name: str) -> None:
     is_alone = CASES[name][2] in (EXACT, NO_OPERATION) and name != "optimi.StableAdamW"
     assert updates_each_element_alone(optimizer) is is_alone
     assert str(optimizer.state) == before
+
+
+def orthogonalize(tp: int) -> int:
+    """Runs on each rank: steps of torch's Muon with the same gradients, of shards and of whole matrices.
+
+    Returns:
+        how many messages a matrix takes.
+    """
+    mesh = build_mesh(resolve_sizes(world_size(), tp=tp), "cpu")
+    model, alone = parallelize(tiny_llama(), mesh), tiny_llama()
+    matrices, whole_ones = ([p for p in m.parameters() if p.ndim == 2] for m in (model, alone))
+    optimizers = [torch.optim.Muon(held, lr=0.1) for held in (matrices, whole_ones)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        for sharded, whole_one in zip(matrices, whole_ones, strict=True):
+            assert isinstance(sharded, DTensor)
+            whole_one.grad = torch.randn(whole_one.shape, generator=generator)
+            place = sharded.device_mesh, sharded.placements
+            sharded.grad = distribute_tensor(whole_one.grad, *place, src_data_rank=None)
+        with CommDebugMode() as messages:
+            for optimizer in optimizers:
+                optimizer.step()
+    for sharded, whole_one in zip(matrices, whole_ones, strict=True):
+        assert torch.equal(whole(sharded), whole_one)
+    return messages.get_total_counts()
+
+
+@pytest.mark.parametrize(("ranks", "tp", "messages"), [(2, 1, 15), (2, 2, 15), (4, 2, 30)])
+def test_muon_orthogonalizes_whole_matrices(ranks: int, tp: int, messages: int, nursery: Nursery) -> None:
+    """One gather of 15 matrices for each axis. Products of parts differ by a tenth of an update: sums of bfloat16."""
+    assert Pool(nursery, ranks).run(orthogonalize, tp) == [messages] * ranks
 
 
 class ByNorms(Optimizer):

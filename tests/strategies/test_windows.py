@@ -1,5 +1,6 @@
 """What users do between the micro-batches of an optimizer step, with the steps of one process."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.strategies.test_own_code import check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
@@ -136,3 +138,72 @@ def test_steps_are_those_of_one_process(kind: type[Descending], layout: str, nur
         steps = [{name: w[i][name] - w[i - 1][name] for name in w[i]} for w in (expected, found)]
         assert any(d.any() for d in steps[0].values()) == any(d.any() for d in steps[1].values()), i
         check_gradients(*steps)
+
+
+class LeavesOut(Descending):
+    """Leaves batches out, among them the last ones of two steps."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 4 != 3 and batch_idx not in (4, 6) else None
+
+
+def leave_out(ours: bool) -> list[dict[str, Any]]:
+    weights = Weights()
+    strategy: Any = FSDP2TPStrategy() if ours else "auto"
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[weights], accumulate_grad_batches=WINDOW)
+    trainer.fit(LeavesOut(), batches(1, ROWS))
+    return weights.found
+
+
+def test_the_last_micro_batch_of_a_step_is_left_out(nursery: Nursery) -> None:
+    """On one device, as on more Lightning has it for an error: the step takes the others."""
+    expected, found = (Pool(nursery, 1).run(leave_out, ours, trainer=True)[0] for ours in (False, True))
+    for before, after in zip(expected, found, strict=True):
+        check_gradients(before, after)
+    assert any((expected[WINDOW - 1][name] - weight).any() for name, weight in expected[0].items())
+
+
+class HoldsAll(DropsByHand):
+    """Leaves the last micro-batch of the second step out, with steps by hand, and so the reduction."""
+
+    def accumulate(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx != 2 * WINDOW - 1:
+            super().accumulate(batch, batch_idx)
+
+
+def hold_all(layout: str, kind: type[Descending]) -> tuple[str, list[str]]:
+    """Runs on each rank: the error, and the warnings of gradients that were held."""
+    error = ""
+    trainer = make_trainer(LAYOUTS[layout].make(), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(kind(), batches(LAYOUTS[layout].data_size, ROWS))
+        except ValueError as raised:
+            error = str(raised)
+    return error, [str(each.message) for each in caught if "block_backward_sync()" in str(each.message)]
+
+
+def test_steps_with_gradients_that_were_held(pool2: Pool) -> None:
+    for error, told in pool2.run(hold_all, "fsdp2-dp2", HoldsAll, trainer=True):
+        assert "take the last backward pass of a step outside of it" in error
+        assert not told
+    found = pool2.run(hold_all, "ddp-2", HoldsAll, trainer=True)
+    assert [error for error, _ in found] == ["", ""]
+    assert "replicas go apart" in found[0][1][0]
+    assert pool2.run(hold_all, "ddp-2", DropsByHand, trainer=True) == [("", []), ("", [])]
+
+
+class AsksAutograd(Descending):
+    """Takes gradients by torch.autograd.grad, in steps by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        torch.autograd.grad(self.loss(batch), list(self.parameters()))
+
+
+def test_gradients_by_autograd_tell_the_way_out(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"take them from parameter\.grad behind self\.manual_backward"):
+        pool2.run(run, "fsdp2-dp2", AsksAutograd, trainer=True)
+    pool2.run(run, "fsdp2-tp2", AsksAutograd, trainer=True)
