@@ -184,5 +184,5 @@ def _check_order(grad: Tensor) -> None:
     On CPU the second pass would end the process, and with parameters kept, embeddings would have no gradient.
     """
     refuse_second_order(
-        "a model that FSDP2 shards over data ranks", "use DDPStrategy, or one data rank (tp alone splits it)"
+        "a model that FSDP2 shards over data ranks", "use DDPStrategy, or tp alone (tp > 1, one data rank, nothing cast)"
     )
