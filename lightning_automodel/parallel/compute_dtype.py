@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
-from lightning_automodel.modules.structure import find_blocks, outermost
-from lightning_automodel.parallel.fsdp2 import find_float32
+from lightning_automodel.modules.structure import find_blocks, is_kept_in_float32, outermost
 
 
 def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -53,3 +52,18 @@ class Cast:
     def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cast what ``module`` is called with: a forward pre-hook."""
         return apply_to_collection(args, Tensor, self), apply_to_collection(kwargs, Tensor, self)
+
+
+def find_float32(model: nn.Module) -> set[nn.Parameter]:
+    """Find parameters that are stored and used in float32, or wider, whatever the policy says.
+
+    Those that the model wants so, and those that are stored so beside others of lower precision: that is on purpose.
+    """
+    mixed = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+    return {
+        parameter
+        for name, parameter in model.named_parameters()
+        if is_kept_in_float32(model, name)
+        or parameter.dtype == torch.float64
+        or (mixed and parameter.dtype == torch.float32)
+    }

@@ -14,10 +14,11 @@ from lightning_automodel.loading.host_offload import offload_policy_for
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing, get_lm_ac_layers
 from lightning_automodel.parallel.compile import compile_blocks
-from lightning_automodel.parallel.fsdp2 import find_float32, reshard, set_prefetch
+from lightning_automodel.parallel.compute_dtype import find_float32
+from lightning_automodel.parallel.fsdp2.running import reshard, set_prefetch
+from lightning_automodel.parallel.fsdp2.shard_unit import shard_unit
 from lightning_automodel.parallel.registry import run_strategy
 from lightning_automodel.parallel.setup import FSDP2Setup
-from lightning_automodel.parallel.shard_unit import shard_unit
 from lightning_automodel.plans.selection import Rules
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)

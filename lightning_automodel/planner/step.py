@@ -22,7 +22,7 @@ from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
 from lightning_automodel.loss.rounds import going_through
 from lightning_automodel.mesh import axis, names_of_axes
 from lightning_automodel.modules.structure import find_blocks
-from lightning_automodel.parallel.fsdp2 import gradients_held
+from lightning_automodel.parallel.fsdp2.running import gradients_held
 from lightning_automodel.planner.watch import (
     BACKWARD,
     CLIPPING,

@@ -31,8 +31,8 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.copied_views import warn_of_copied_views
-from lightning_automodel.parallel.fsdp2 import fsdp_roots, gradients_held, reshard
-from lightning_automodel.parallel.gathered import call_to_read, free, free_copies
+from lightning_automodel.parallel.fsdp2.gathered import call_to_read, free, free_copies
+from lightning_automodel.parallel.fsdp2.running import fsdp_roots, gradients_held, reshard
 from lightning_automodel.parallel.hooks_of_users import (
     find_hook_after_accumulation,
     refuse_hooks_after_accumulation,

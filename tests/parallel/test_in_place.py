@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel import shard_unit
-from lightning_automodel.parallel.fsdp2 import gradients_held
+from lightning_automodel.parallel.fsdp2 import shard_unit
+from lightning_automodel.parallel.fsdp2.running import gradients_held
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.families import tiny_model

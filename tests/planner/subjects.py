@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel import fsdp2
+from lightning_automodel.parallel.fsdp2 import sharding
 from lightning_automodel.planner.experts import dispatch_evenly
 from lightning_automodel.planner.play import Run, batch_of, play, stage
 from lightning_automodel.planner.step import prepare, watched_step
@@ -108,7 +108,8 @@ def run_really(name: str) -> Real:
     layout = LAYOUTS[name]
     run, precision = run_of(layout), FSDP2Precision(layout.run.get("precision", "bf16-mixed"))
     mesh, model = build_mesh(run.sizes, "cpu"), experts_on_meta() if layout.experts else model_on_meta()
-    with mock.patch.object(fsdp2, "communicate_over_gloo"):  # as on a GPU: torch's own collectives, from no kept memory
+    # As on a GPU: torch's own collectives, from no kept memory.
+    with mock.patch.object(sharding, "communicate_over_gloo"):
         parallelize(model, mesh, run.config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):

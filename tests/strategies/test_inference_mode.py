@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_automodel.parallel import fsdp2_over_gloo
+from lightning_automodel.parallel.fsdp2 import over_gloo
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
@@ -46,7 +46,7 @@ class ReadFirst(Noted):
 def fitted(kind: type[Noted], layout: str | None, is_stock: bool = False) -> dict[str, Any]:
     """Runs on each rank; ``is_stock``: FSDP2 gathers as it does on GPUs."""
     if is_stock:
-        fsdp2_over_gloo.gather_by = lambda unit, gather: None
+        over_gloo.gather_by = lambda unit, gather: None
     chosen = LAYOUTS[layout] if layout else None
     strategy, size = (chosen.make(), chosen.data_size) if chosen else ("auto", 1)
     module = kind()

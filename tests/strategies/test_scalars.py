@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.gradients import to_local_if_dtensor
-from lightning_automodel.parallel import fsdp2_over_gloo
+from lightning_automodel.parallel.fsdp2 import over_gloo
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
 from tests.support.training import (
@@ -119,7 +119,7 @@ class EachItsOwn(Weighed):
 
 def round_apart() -> list[float]:
     """Runs on each rank, where sums are rounded unlike: NCCL adds in an order of the rank that a sum is for."""
-    add = fsdp2_over_gloo.reduce_scatter
+    add = over_gloo.reduce_scatter
 
     def rounded(outputs: list[Tensor], inputs: list[Tensor], group: Any, mean: bool) -> None:
         add(outputs, inputs, group, mean)
@@ -128,7 +128,7 @@ def round_apart() -> list[float]:
 
     module = EachItsOwn()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp2_over_gloo, "reduce_scatter", rounded)
+        patch.setattr(over_gloo, "reduce_scatter", rounded)
         make_trainer({"dp_shard": 2}, max_steps=1, max_epochs=1).fit(module, batches(2))
     return module.held
 

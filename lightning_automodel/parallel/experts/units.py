@@ -11,7 +11,7 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.experts import experts_of_rank
-from lightning_automodel.parallel.shard_unit import shard_unit
+from lightning_automodel.parallel.fsdp2.shard_unit import shard_unit
 
 
 def find_expert_units(model: nn.Module) -> dict[str, nn.Module]:

@@ -125,9 +125,7 @@ class Passes:
 
     def _begin_if_called(self, gradient: Tensor) -> None:
         """Begin a backward pass that somebody calls as ``loss.backward()``; a hook of outputs."""
-        refuse_second_order(
-            "a model that Megatron-FSDP shards", "use DDPStrategy, or FSDP2TPStrategy with tp alone"
-        )
+        refuse_second_order("a model that Megatron-FSDP shards", "use DDPStrategy, or FSDP2TPStrategy with tp alone")
         if self._is_backward:
             return
         if any(map(is_accumulated_now, self.sharded.trained)):

@@ -22,7 +22,7 @@ from lightning_automodel.checkpointing.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.distributed.uneven_shards import like_parameter
-from lightning_automodel.parallel.fsdp2 import reshard
+from lightning_automodel.parallel.fsdp2.running import reshard
 
 _COUNTS = "averaging_state"
 

@@ -29,9 +29,9 @@ from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.parameter_swap import describe_replaced, stands_for_parameter
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.fsdp2.laid_gradients import lay_gradients
 from lightning_automodel.parallel.gather_order import note_gathers
 from lightning_automodel.parallel.hidden_outputs import differentiable
-from lightning_automodel.parallel.laid_gradients import lay_gradients
 from lightning_automodel.parallel.written_copies import WrittenCopies
 
 _IS_READ = "_is_called_to_be_read"
@@ -184,5 +184,6 @@ def _check_order(grad: Tensor) -> None:
     On CPU the second pass would end the process, and with parameters kept, embeddings would have no gradient.
     """
     refuse_second_order(
-        "a model that FSDP2 shards over data ranks", "use DDPStrategy, or tp alone (tp > 1, one data rank, nothing cast)"
+        "a model that FSDP2 shards over data ranks",
+        "use DDPStrategy, or tp alone (one data rank, nothing cast)",
     )

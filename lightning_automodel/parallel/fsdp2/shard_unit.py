@@ -18,7 +18,7 @@ from lightning_automodel._compat.fsdp2_scalars import Place, keep_scalars_whole,
 from lightning_automodel._compat.modules import own_parameters
 from lightning_automodel._compat.pytree import tree_leaves
 from lightning_automodel._compat.transformers import record_as_before
-from lightning_automodel.parallel.dim_to_cut import DimToCut
+from lightning_automodel.parallel.fsdp2.dim_to_cut import DimToCut
 from lightning_automodel.parallel.gather_order import note_reduction
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
 from lightning_automodel.parallel.written_weights import refuse_written_weights

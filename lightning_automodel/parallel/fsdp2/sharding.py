@@ -5,13 +5,11 @@ the beginning of the forward pass to the end of the backward pass, so embedding 
 of their own.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -19,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor import let_data_be_given
 from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_local
-from lightning_automodel._compat.fsdp2 import fsdp_units, holds_several_dtypes
+from lightning_automodel._compat.fsdp2 import holds_several_dtypes
 from lightning_automodel._compat.fsdp2_root import begin_with_root
 from lightning_automodel._compat.groups import concatenated_once
 from lightning_automodel._compat.optimization import orthogonalize_whole_matrices
@@ -32,29 +30,31 @@ from lightning_automodel.modules.structure import (
     class_names,
     find_large_ends,
     find_towers,
-    is_kept_in_float32,
     last_blocks,
     reads_more_than_text,
 )
 from lightning_automodel.parallel.autocast import widen_stream
+from lightning_automodel.parallel.compute_dtype import find_float32
 from lightning_automodel.parallel.experts.units import (
     experts_inside,
     find_expert_units,
     parameters_of_units,
     shard_experts,
 )
-from lightning_automodel.parallel.fsdp2_over_gloo import communicate_over_gloo
-from lightning_automodel.parallel.fsdp2_units import (
+from lightning_automodel.parallel.fsdp2.gathered import watch_gathered
+from lightning_automodel.parallel.fsdp2.over_gloo import communicate_over_gloo
+from lightning_automodel.parallel.fsdp2.running import set_prefetch
+from lightning_automodel.parallel.fsdp2.shard_unit import FullyShard, shard_unit
+from lightning_automodel.parallel.fsdp2.towers import replicate_towers
+from lightning_automodel.parallel.fsdp2.units import (
     blocks_of_their_own,
     differentiate_stream,
     group_blocks,
     parameters_of,
     reshards,
 )
-from lightning_automodel.parallel.gathered import watch_gathered
 from lightning_automodel.parallel.generation import generate_in_step
 from lightning_automodel.parallel.replica_check import check_replicas_every
-from lightning_automodel.parallel.shard_unit import FullyShard, shard_unit
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
 from lightning_automodel.parallel.whole_draws import draw_as_one_process
 from lightning_automodel.plans import Layout, Plan
@@ -135,7 +135,7 @@ def apply_fsdp2(
     """
     mesh, towers, experts = axes.data, find_towers(model), find_expert_units(model)
     blocks = blocks_of_their_own(model, towers, config)
-    replicated = _replicate(towers, mp_policy) if config.tower_policy == "replicate" else set()
+    replicated = replicate_towers(towers, mp_policy) if config.tower_policy == "replicate" else set()
     elsewhere = replicated | parameters_of_units(experts)
     _check_scalars(model, elsewhere)
     offload = offload_policy_for(config.offload_policy, mesh.device_type)
@@ -224,114 +224,3 @@ def policy_of_blocks(model: nn.Module, config: FSDP2Config, mp_policy: MixedPrec
         widen_stream(model, mp_policy.output_dtype)
         return replace(mp_policy, output_dtype=None, cast_forward_inputs=False)
     return replace(mp_policy, output_dtype=None)
-
-
-def find_float32(model: nn.Module) -> set[nn.Parameter]:
-    """Find parameters that are stored and used in float32, or wider, whatever the policy says.
-
-    Those that the model wants so, and those that are stored so beside others of lower precision: that is on purpose.
-    """
-    mixed = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
-    return {
-        parameter
-        for name, parameter in model.named_parameters()
-        if is_kept_in_float32(model, name)
-        or parameter.dtype == torch.float64
-        or (mixed and parameter.dtype == torch.float32)
-    }
-
-
-def _replicate(towers: dict[str, nn.Module], mp_policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
-    """Cast and sum by hooks the parameters that no unit holds: nothing gathers them."""
-    for name, tower in towers.items():
-        check = _FrozenCheck(name)
-        check(tower)
-        tower.register_forward_pre_hook(check)
-    replicated = {p for tower in towers.values() for p in tower.parameters()}
-    for parameter in replicated:
-        if mp_policy.param_dtype is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(mp_policy.param_dtype)
-    return replicated
-
-
-@dataclass(frozen=True)
-class _FrozenCheck:
-    """Before every forward pass of a tower: a callback may unfreeze it in the middle of a run."""
-
-    name: str
-
-    def __call__(self, tower: nn.Module, args: tuple = ()) -> None:
-        if torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters()):
-            raise ValueError(
-                f'tower_policy="replicate" is for frozen towers, but {self.name} ({type(tower).__name__}) has '
-                "parameters that train: their gradients would differ between the data ranks. Use "
-                f'tower_policy="root" or "per_layer", or freeze it: {self.name}.requires_grad_(False)'
-            )
-
-
-def set_prefetch(
-    forward: Sequence[nn.Module],
-    backward: Sequence[nn.Module],
-    forward_depth: int,
-    backward_depth: int,
-    inside: Mapping[nn.Module, Sequence[nn.Module]] | None = None,
-) -> None:
-    """Makes each unit prefetch the next ``forward_depth`` of ``forward`` in the forward pass, and ``backward_depth``
-    before it in ``backward`` in the backward pass, while it computes. Both are in the order of the forward pass, with
-    any one module of a unit. What is ``inside`` of a unit it prefetches first.
-    """
-    own = inside or {}
-    for i, unit in enumerate(forward):
-        assert isinstance(unit, FSDPModule)
-        after = forward[i + 1 : i + 1 + forward_depth]
-        unit.set_modules_to_forward_prefetch(_units([*own.get(unit, ()), *after]))
-    for i, unit in enumerate(backward):
-        assert isinstance(unit, FSDPModule)
-        before = backward[max(0, i - backward_depth) : i][::-1]
-        unit.set_modules_to_backward_prefetch(_units([*own.get(unit, ()), *before]))
-
-
-def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
-    """Finds the outermost FSDP2 modules in ``module``."""
-    if isinstance(module, FSDPModule):
-        return [module]
-    return [root for child in module.children() for root in fsdp_roots(child)]
-
-
-@contextmanager
-def gradients_held(module: nn.Module, defer: bool = True) -> Generator[None, None, None]:
-    """Keeps gradients of backward passes on their rank, within this context: for all micro-batches of a step but the
-    last.
-
-    Deferred reduction of two micro-batches over dp_shard=4. The gradient has four equal elements, of which each rank
-    stores one in the end::
-
-                         GPU 0      GPU 1      GPU 2      GPU 3
-        micro-batch 1    1 1 1 1    2 2 2 2    3 3 3 3    4 4 4 4    within this context: nothing is sent
-        micro-batch 2    5 5 5 5    6 6 6 6    7 7 7 7    8 8 8 8    the last one: what was held is added
-        sum              6 6 6 6    8 8 8 8    10 10 ..   12 12 ..
-        gradient         9          9          9          9          one reduce-scatter: (6 + 8 + 10 + 12) / 4
-
-    Args:
-        module: contains FSDP2 models.
-        defer: ``FSDP2Config.defer_fsdp_grad_sync``; ``False``: gradients are reduced over the shards, and wait for the
-            reduction over the replicas.
-    """
-    roots = fsdp_roots(module)
-    for root in roots:
-        root.set_requires_gradient_sync(False) if defer else root.set_requires_all_reduce(False)
-    try:
-        yield
-    finally:
-        for root in roots:
-            root.set_requires_gradient_sync(True) if defer else root.set_requires_all_reduce(True)
-
-
-def reshard(module: nn.Module) -> None:
-    """Frees what a forward pass without a backward pass left gathered: the roots and the last blocks."""
-    for unit in fsdp_units(module):
-        unit.reshard()
-
-
-def _units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    return [module for module in modules if isinstance(module, FSDPModule)]
