@@ -33,7 +33,6 @@ _BY_INDICES = (
     "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
 )
 _INSTEAD = {
-    "Output 0 of _Local is a view and its base or another view of its base has been modified": _WRITTEN,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
     "_.Tensor got mixed torch.Tensor and DTensor": _INTO,  # add_, mul_; says more than the words before
