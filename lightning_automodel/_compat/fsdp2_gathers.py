@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.fsdp2 import parameter_groups
 
@@ -86,7 +87,7 @@ def show_changes(group: FSDPParamGroup) -> None:
     for held, now, then in zip(group.fsdp_params, versions, before, strict=True):
         whole = getattr(held, "_unsharded_param", None)
         if now != then and whole is not None and not whole.is_inference():
-            increment_version(whole)
+            increment_version([whole, whole._local_tensor] if isinstance(whole, DTensor) else whole)
 
 
 class Gathers(FSDPParamGroup):

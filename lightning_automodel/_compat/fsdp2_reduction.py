@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard
 from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
 from lightning_automodel._compat.fake_shapes import is_fake
 from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
+from lightning_automodel._compat.fsdp2_hooks import HooksOnSums
 from lightning_automodel._compat.fsdp2_waiting import (
     clear_gradient_of,
     complete,
@@ -88,6 +89,7 @@ class _Reduction:
         sizes = (getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size"))
         self.ranks = math.prod(sizes)
         self.flags = _Flags(group.mesh_info)
+        self.hooks = HooksOnSums(group)
         self.absent: dict[Any, list[tuple[_Sums, int]]] = {}  # parameters that had none before, with where to look
         self.given: dict[Any, tuple[int, int]] = {}  # what the reduction gave to these
 
@@ -99,7 +101,7 @@ class _Reduction:
         takes_part = [_takes_part(held) for held in group.fsdp_params]
         trained = [held for held, takes in zip(group.fsdp_params, takes_part, strict=True) if takes]
         if not trained or not group.reduce_grads or self.ranks == 1:
-            post_backward(*unused)
+            self.hooks.reduce(partial(post_backward, *unused), trained, ())
             self._note_what_waits()
             return
         self.note(self.number, takes_part, [held.sharded_param for held in trained])
@@ -110,7 +112,7 @@ class _Reduction:
             if held.sharded_param.grad is None:
                 self.absent.setdefault(held, [])
         with self._with_flags():
-            post_backward(*unused)
+            self.hooks.reduce(partial(post_backward, *unused), trained, self.absent)
         self._note_what_waits()
         for i, held in enumerate(trained):
             if held in self.absent:  # a model that was called twice is reduced twice
@@ -140,6 +142,7 @@ class _Reduction:
                 held.sharded_param.grad = None
         self.absent.clear()
         self.given.clear()
+        self.hooks.end()
         self.flags.sharded_param = _Sums()  # the sums lie in one tensor with the gradients
         if self.group.reduce_grads:
             self.reduce_others()

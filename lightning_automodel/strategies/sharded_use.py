@@ -44,7 +44,6 @@ _INSTEAD = {
         "a model that is sharded over data ranks, or on one device; take them from parameter.grad behind "
         "self.manual_backward(loss), or use DDPStrategy"
     ),
-    "Output 0 of _Local is a view and its base or another view of its base has been modified": _WRITTEN,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
     "_.Tensor got mixed torch.Tensor and DTensor": _INTO,  # add_, mul_; says more than the words before

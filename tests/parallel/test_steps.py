@@ -1,5 +1,6 @@
 """A backward pass through what a graph computed before a step is an error, as of one process; nothing else is."""
 
+import math
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ CHANGED = "modified by an inplace operation"
 def made_parallel(model: nn.Module, sizes: dict[str, int] | None, policy: str = "as they are") -> Any:
     if sizes is None:
         return model
-    ranks = max([1, *sizes.values()])
+    ranks = math.prod(sizes.values())
     return parallelize(model, build_mesh(resolve_sizes(ranks, **sizes), "cpu"), FSDP2Config(), **POLICIES[policy])
 
 
@@ -93,4 +94,30 @@ def in_turns(sizes: dict[str, int] | None) -> list[Tensor]:
 def test_what_did_not_change_can_be_used(pool2: Pool) -> None:
     expected = in_turns(None)
     for found in pool2.run(in_turns, {"dp_shard": 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def not_needed(sizes: dict[str, int] | None) -> list[Tensor]:
+    """Runs on each rank, or as one process: an embedding is stepped between two backward passes through a graph
+    that does not need its values.
+    """
+    torch.manual_seed(1)
+    model = tiny_llama(tied=False)
+    model = made_parallel(model, sizes)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.5) for part in (model.model.embed_tokens, model.lm_head)]
+    for _ in range(2):
+        output = model(input_ids=IDS, labels=IDS)
+        for loss in (output.loss, output.logits.square().mean()):
+            loss.backward(retain_graph=loss is output.loss)
+            optimizers[0].step()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [whole(parameter).detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_what_no_backward_pass_needs_may_change(sizes: dict[str, int], pool2: Pool, pool4: Pool) -> None:
+    expected = not_needed(None)
+    for found in (pool4 if "dp_shard" in sizes else pool2).run(not_needed, sizes):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

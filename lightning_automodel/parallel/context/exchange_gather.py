@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from lightning_automodel._compat.tensors import without_modes
 from lightning_automodel.distributed.sequence_rows import Bounds, Rows, gather_parts
 from lightning_automodel.parallel.context.attention_call import AttentionCall
 from lightning_automodel.parallel.context.causal import attend_causally, can_merge
@@ -71,7 +72,8 @@ def _attend_by_chunks(call: AttentionCall, query: Tensor, key: Tensor, value: Te
         first, last = (0, call.rows.length) if call.bounds is None else call.bounds[index]
         mask = call.mask
         if call.causal:
-            last, mask = stop, causal_lower_right(stop - start, stop)  # on CUDA flash attention, which holds no mask
+            with without_modes():  # what watches operations gives torch a tensor that it cannot make a bias of
+                last, mask = stop, causal_lower_right(stop - start, stop)  # on CUDA flash attention, which has no mask
         elif mask is not None:
             mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), first:last]
         kwargs = call.kwargs if mask is not None else {**call.kwargs, "is_causal": False}

@@ -6,14 +6,17 @@ the backward pass puts them there again.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_automodel._compat.dtensor_gradients import gradient_from, gradient_spec, local_of, own
 from lightning_automodel._compat.modules import own_parameters
@@ -72,6 +75,7 @@ def install_local_tensors(
         is_final: no other stage reduces gradients, so partial ones are summed over ``tp_mesh`` here.
         gathered_alone: modules inside of blocks that show their own parameters themselves.
     """
+    _follow_steps()
     first, last = find_large_ends(model)
     own, alone = [*find_blocks(model), *first, *last], set(gathered_alone)
     # Where parameters are sharded as well, others in their place are found, or put there, by what shards.
@@ -164,9 +168,9 @@ def _local(parameter: DTensor, gradient: Placement, sum_over: ProcessGroup | Non
 class _Local(torch.autograd.Function):
     """A DTensor's local tensor, whose gradient becomes a DTensor: the ``grad`` of the parameter, or of FSDP2's copy.
 
-    It is nobody else's, and lies in memory as rows do, which autograd sees to for its own leaves only. With
-    ``sum_over`` the local tensor is no view: code of users writes into whole parameters under ``no_grad``, which
-    autograd forbids for views that a function gave.
+    It is nobody else's, and lies in memory as rows do, which autograd sees to for its own leaves only. The local tensor
+    is no view: code of users writes into whole parameters under ``no_grad``, which autograd forbids for views that a
+    function gave. It counts writes into its memory with that of the DTensor.
     """
 
     @staticmethod
@@ -175,15 +179,33 @@ class _Local(torch.autograd.Function):
         is_summed = sum_over is not None and gradient.is_partial()
         ctx.spec, ctx.strides = gradient_spec(parameter, Replicate() if is_summed else gradient), local.stride()
         ctx.is_summed, ctx.sum_over = is_summed, sum_over
-        ctx.parameter, ctx.version = parameter, version_of(parameter)
-        return local.view_as(local) if sum_over is None else local.data
+        ctx.parameter, ctx.versions = parameter, _versions(parameter)
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
-        if version_of(ctx.parameter) != ctx.version:  # torch compares versions of local tensors, which count no steps
+        (before, told), (now, tells) = ctx.versions, _versions(ctx.parameter)
+        if now != before and told == tells:  # else autograd has seen it where it was needed
             raise RuntimeError(_changed(ctx.parameter))
         grad = summed(grad, ctx.sum_over) if ctx.is_summed else own(grad).contiguous()
         return gradient_from(grad, ctx.spec, ctx.strides), None, None
+
+
+def _versions(parameter: DTensor) -> tuple[int, int]:
+    """Tell how often ``parameter`` was written into, and how often autograd was told so of its local tensor."""
+    return version_of(parameter), version_of(local_of(parameter))
+
+
+@cache
+def _follow_steps() -> None:
+    """Have autograd told of the steps of all optimizers, from now on."""
+    register_optimizer_step_post_hook(_tell_of_step)
+
+
+def _tell_of_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Let autograd see that ``optimizer`` has written into local tensors, which count no writes into their DTensors."""
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    increment_version([local_of(p) for p in stepped if isinstance(p, DTensor)])
 
 
 def _changed(parameter: DTensor) -> str:
