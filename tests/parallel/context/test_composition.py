@@ -116,6 +116,22 @@ def test_what_is_drawn_behind_blocks_without_draws_is_what_one_process_draws(poo
     assert max(pool2.run(error_of_draws_behind_blocks)) < 5e-5
 
 
+def jittered(recomputed: bool) -> dict[str, Tensor]:
+    """Runs on each rank: gradients of blocks whose forward pass writes into what it is given, and is watched for it."""
+    reference = tiny_model("mixtral", "sdpa", router_jitter_noise=0.1, attention_dropout=0.2)
+    config = FSDP2Config(activation_checkpointing=recomputed)
+    model = parallelize(reference, build_mesh(resolve_sizes(2, cp=2), "cpu"), config).train()
+    draw_from(model, RandomNumbers(seed=5))
+    (ids,) = draw(12)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_blocks_that_are_watched_are_recomputed(pool2: Pool) -> None:
+    for found, expected in zip(pool2.run(jittered, True), pool2.run(jittered, False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def compiled_error(exchange: str) -> tuple[float, str]:
     """Runs on each rank."""
     config = FSDP2Config(enable_compile=True, compile_backend="aot_eager", cp_exchange=exchange)
