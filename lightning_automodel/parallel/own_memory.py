@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
@@ -35,7 +34,9 @@ def give_own_memory(model: nn.Module) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    plain = not isinstance(tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_meta
+    if type(tensor) not in (Tensor, nn.Parameter):  # DTensors, quantized weights: what they hold is of others
+        return False
+    plain = tensor.layout is torch.strided and not tensor.is_meta
     return plain and tensor.numel() > 0 and tensor.untyped_storage().data_ptr() != 0
 
 
