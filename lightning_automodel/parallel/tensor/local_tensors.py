@@ -179,21 +179,15 @@ class _Local(torch.autograd.Function):
         is_summed = sum_over is not None and gradient.is_partial()
         ctx.spec, ctx.strides = gradient_spec(parameter, Replicate() if is_summed else gradient), local.stride()
         ctx.is_summed, ctx.sum_over = is_summed, sum_over
-        ctx.parameter, ctx.versions = parameter, _versions(parameter)
+        ctx.parameter, ctx.written, ctx.told = parameter, version_of(parameter), version_of(local)
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None]:
-        (before, told), (now, tells) = ctx.versions, _versions(ctx.parameter)
-        if now != before and told == tells:  # else autograd has seen it where it was needed
-            raise RuntimeError(_changed(ctx.parameter))
+        if version_of(ctx.parameter) != ctx.written and version_of(local_of(ctx.parameter)) == ctx.told:
+            raise RuntimeError(_changed(ctx.parameter))  # what autograd was told of, it has seen where it was needed
         grad = summed(grad, ctx.sum_over) if ctx.is_summed else own(grad).contiguous()
         return gradient_from(grad, ctx.spec, ctx.strides), None, None
-
-
-def _versions(parameter: DTensor) -> tuple[int, int]:
-    """Tell how often ``parameter`` was written into, and how often autograd was told so of its local tensor."""
-    return version_of(parameter), version_of(local_of(parameter))
 
 
 @cache
