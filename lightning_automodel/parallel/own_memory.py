@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 def give_own_memory(model: nn.Module) -> None:
@@ -50,7 +49,7 @@ def _refuse_overlap(views: Sequence[tuple[str, Tensor]]) -> None:
         unfinished = [(last, other, before) for last, other, before in unfinished if last > begin]
         for _, other, before in unfinished:
             trains = before.requires_grad or view.requires_grad
-            if trains and bool((_bytes(before) & _bytes(view)).any()):
+            if trains and _have_common_bytes(before, view):
                 raise ValueError(_message(other, name, before, view))
         unfinished.append((end, name, view))
 
@@ -62,12 +61,18 @@ def _extent(view: Tensor) -> tuple[int, int]:
     return begin * size, (begin + elements) * size
 
 
-def _bytes(view: Tensor) -> Tensor:
-    """Mark what belongs to ``view`` in its storage, byte by byte."""
-    size = view.element_size()
-    marked = torch.zeros(view.untyped_storage().nbytes() // size, dtype=torch.bool)
-    marked.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
-    return functional.pad(marked.repeat_interleave(size), (0, view.untyped_storage().nbytes() % size))
+def _have_common_bytes(one: Tensor, other: Tensor) -> bool:
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    around = min(begin, other_begin), max(end, other_end)
+    return bool((_bytes(one, *around) & _bytes(other, *around)).any())
+
+
+def _bytes(view: Tensor, begin: int, end: int) -> Tensor:
+    """Mark what belongs to ``view`` from the byte ``begin`` of its storage to the byte ``end``."""
+    size, marked = view.element_size(), torch.zeros(end - begin, dtype=torch.bool)
+    strides = [stride * size for stride in view.stride()]
+    marked.as_strided((*view.shape, size), (*strides, 1), view.storage_offset() * size - begin).fill_(True)
+    return marked
 
 
 def _message(one: str, other: str, first: Tensor, second: Tensor) -> str:
