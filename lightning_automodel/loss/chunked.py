@@ -233,15 +233,15 @@ def _loss_and_gradient(
 def _softmax_loss(
     logits: Tensor, targets: Tensor, options: ChunkOptions, gradients: bool, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    rule = SmoothedLoss(options.shard, options.label_smoothing)
+    rule = SmoothedLoss(options.shard, options.label_smoothing, options.passes)
     maximum, sums = rule.start(logits, targets)
     counts = (~ignored(targets, options.ignore_index)).to(maximum.dtype)
     if options.passes is not None and logits.shape[-1]:
-        rule.add_up(options.passes, logits, maximum, sums)
+        rule.add_up(logits, maximum, sums)
         options.shard.reduce(sums)
         values = logits if overwrite else torch.empty_like(logits)
         if gradients:
-            rule.write_gradient(options.passes, logits, targets, maximum, sums[0], counts, values)
+            rule.write_gradient(logits, targets, maximum, sums[0], counts, values)
     else:
         overwrite = overwrite and logits.dtype == maximum.dtype
         values = logits.sub_(maximum[:, None]) if overwrite else logits - maximum[:, None]

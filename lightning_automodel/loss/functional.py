@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from lightning_automodel.loss.passes import Passes
 from lightning_automodel.loss.vocab_parallel import Ungathered, largest, token_entropies, token_losses, vocabulary_shard
 from lightning_automodel.mesh import CP
 
@@ -49,13 +50,19 @@ def cross_entropy(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
-    local, shard = vocabulary_shard(logits)
-    _check_shape(targets, local.shape[:-1])
-    flat = targets.reshape(-1)
-    losses = token_losses(local.flatten(0, -2), flat, shard, ignore_index, label_smoothing)
+    losses = flat_losses(logits, targets, ignore_index, label_smoothing)
     if reduction == "none":
         return losses.view(targets.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / count_targets(flat, ignore_index)
+    return losses.sum() if reduction == "sum" else losses.sum() / count_targets(targets, ignore_index)
+
+
+def flat_losses(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, passes: Passes | None = None
+) -> Tensor:
+    """Computes the loss of each target, [tokens]; arguments as for :func:`cross_entropy`, and compiled ``passes``."""
+    local, shard = vocabulary_shard(logits)
+    _check_shape(targets, local.shape[:-1])
+    return token_losses(local.flatten(0, -2), targets.reshape(-1), shard, ignore_index, label_smoothing, passes)
 
 
 def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:

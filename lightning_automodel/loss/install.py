@@ -8,6 +8,7 @@
 A model that is called without labels returns whole logits, so a loss that a user computes from them is right.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +25,9 @@ from lightning_automodel.config import StageSwitches
 from lightning_automodel.distributed.logs import log, log_once
 from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
-from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, cross_entropy, next_tokens
+from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, flat_losses, next_tokens
 from lightning_automodel.loss.kernels import check_kernel
-from lightning_automodel.loss.passes import compiled_passes
+from lightning_automodel.loss.passes import Passes, compiled_passes
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.modules.forward import Around, code_of, wrap_forward
@@ -47,6 +48,7 @@ def causal_lm_loss(
     ignore_index: int = IGNORE_INDEX,
     shift_labels: Tensor | None = None,
     label_smoothing: float = 0.0,
+    passes: Passes | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Computes transformers' ``ForCausalLMLoss`` of logits that are whole, sharded on the vocabulary, or deferred.
@@ -61,6 +63,7 @@ def causal_lm_loss(
         ignore_index: value of labels that do not count.
         shift_labels: [batch, seq], labels that are shifted already; ``labels`` is then not looked at.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
+        passes: over logits, compiled; deferred ones have theirs.
         kwargs: what else the model was called with.
 
     Returns:
@@ -73,9 +76,7 @@ def causal_lm_loss(
     if isinstance(logits, DeferredLogits):
         total = logits.loss_sum(targets, ignore_index, label_smoothing)
     else:
-        total = cross_entropy(
-            logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
-        )
+        total = flat_losses(logits, targets, ignore_index, label_smoothing, passes).sum()
     if num_items_in_batch is None:
         return total / count_targets(targets, ignore_index)
     if isinstance(num_items_in_batch, Tensor):
@@ -93,8 +94,11 @@ _LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 def computes_loss(model: nn.Module) -> bool:
     """Tells whether ``model`` computes its loss by one of the functions above."""
-    function = loss_that_was_set(model)
-    return getattr(function, _WHOLE_LOSS, function) in _LOSSES.values()
+    return _whole(loss_that_was_set(model)) in _LOSSES.values()
+
+
+def _whole(function: Any) -> Any:
+    return getattr(function, _WHOLE_LOSS, function)
 
 
 def sum_loss_of_rows(
@@ -109,7 +113,7 @@ def sum_loss_of_rows(
         find_rows: called with every loss: the rows that the logits are of; ``None``: they are whole.
         scale: of the gradients.
     """
-    name = "shift_labels" if function is causal_lm_loss else "labels"
+    name = "labels" if _whole(function) is masked_lm_loss else "shift_labels"
 
     def loss_of_rows(
         logits: Tensor,
@@ -133,7 +137,7 @@ def sum_loss_of_rows(
         arguments |= {"labels": None, name: rows.cut(targets, 1)}
         return sum_parts(function(logits, num_items_in_batch=count, **arguments), rows.group, scale)
 
-    setattr(loss_of_rows, _WHOLE_LOSS, function)
+    setattr(loss_of_rows, _WHOLE_LOSS, _whole(function))
     return loss_of_rows
 
 
@@ -156,17 +160,19 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
     """
     check_kernel(config.loss_kernel, tp_mesh.size(), tp_mesh.device_type)
     deferred = defers_logits(config)
+    passes = compiled_passes(config.compile_backend, config.compile_dynamic) if config.enable_compile else None
     found = False
     for owner in model.modules():
         if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:
             continue
-        owner.loss_function = loss
+        owner.loss_function = _compiled(loss, passes) if passes else loss
         heads = _linear_heads(_head_of(owner))
         if deferred and any(map(_has_own_forward, heads)):
             continue
         shard = _shard_of(heads[0], tp_mesh) if heads else None
         if shard is not None and (deferred or shard.group is not None):
-            _install_heads(owner, heads, shard, tp_mesh, config if deferred else None)
+            around = _deferred_forward(config, passes, owner, shard) if deferred else _split_forward(shard, tp_mesh)
+            _install_heads(owner, heads, around)
             found = True
             how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from shards"
             log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {shard.size} classes")
@@ -230,17 +236,15 @@ def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:
     return VocabShard.of(head.weight.shape[0], None if placement.is_replicate() else tp_mesh.get_group())
 
 
-def _install_heads(
-    owner: PreTrainedModel,
-    heads: Sequence[nn.Linear],
-    shard: VocabShard,
-    tp_mesh: DeviceMesh,
-    config: StageSwitches | None,
-) -> None:
+def _compiled(function: Callable[..., Tensor], passes: Passes) -> Callable[..., Tensor]:
+    compiled = functools.partial(function, passes=passes)
+    setattr(compiled, _WHOLE_LOSS, function)
+    return compiled
+
+
+def _install_heads(owner: PreTrainedModel, heads: Sequence[nn.Linear], around: Around) -> None:
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
-    name = type(owner).__name__
-    around = _deferred_forward(shard, config, name) if config else _split_forward(shard, tp_mesh)
     for head in heads:
         vars(head)[_CALLS] = _calls(_head_of(owner))
         if not vars(head).setdefault(_INSTALLED, False):  # a model around another one has the same head
@@ -296,8 +300,10 @@ def _split_forward(shard: VocabShard, tp_mesh: DeviceMesh) -> Around:
     return around
 
 
-def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> Around:
-    passes = compiled_passes(config.compile_backend, config.compile_dynamic) if config.enable_compile else None
+def _deferred_forward(
+    config: StageSwitches, passes: Passes | None, owner: PreTrainedModel, shard: VocabShard
+) -> Around:
+    name = type(owner).__name__
 
     def around(head: nn.Module, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if not _has_labels(head):
@@ -311,7 +317,7 @@ def _deferred_forward(shard: VocabShard, config: StageSwitches, owner: str) -> A
             chunk_size=config.chunked_loss or _CHUNK_OF_KERNELS,
             kernel=config.loss_kernel,
             passes=passes,
-            owner=owner,
+            owner=name,
         )
         return DeferredLogits.from_recipe(recipe)
 

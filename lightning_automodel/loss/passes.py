@@ -1,4 +1,4 @@
-"""Compiled passes over the logits of a chunk: what several kernels do through an array in float32 is two readings.
+"""Compiled passes over logits, whole or in chunks: what several kernels do through a float32 array is two readings.
 
 ::
 

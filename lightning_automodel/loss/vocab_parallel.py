@@ -21,9 +21,10 @@ from lightning_automodel.distributed.second_order import is_differentiated, refu
 from lightning_automodel.loss.passes import Passes
 from lightning_automodel.loss.rounds import rounds
 
-_ON_CPU, _ON_DEVICES = 1 << 22, 1 << 25
+_ON_CPU, _ON_DEVICES, _COMPILED = 1 << 22, 1 << 25, 1 << 28
 """Elements that are widened at a time: 16 MiB in float32, which stay near a processor; 128 MiB, for which kernels take
 longer than the host takes to start them (with 16 MiB an H200 waited for 40 of 1,104 ms per step of 8192 tokens).
+Compiled passes write none of them; what bounds them is a backend that does.
 """
 
 
@@ -94,10 +95,12 @@ class SmoothedLoss:
     Attributes:
         shard: which shard of the vocabulary the logits are.
         smoothing: share of the target that is spread evenly over the vocabulary.
+        passes: over the logits, compiled; ``None``: kernel by kernel.
     """
 
     shard: VocabShard
     smoothing: float
+    passes: Passes | None = None
 
     def start(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Starts sums of logits minus the largest of their row: of exp, of the target, of all."""
@@ -112,9 +115,12 @@ class SmoothedLoss:
             sums[2] = shifted.sum(-1)
         sums[0] = shifted.exp_().sum(-1)
 
-    def add_up(self, passes: Passes, logits: Tensor, maximum: Tensor, sums: Tensor) -> None:
+    def add_up(self, logits: Tensor, maximum: Tensor, sums: Tensor) -> None:
         """Writes ``sums`` as :meth:`exponentiate` does, of logits that stay as they are."""
-        sums[0], all_of_row = passes.add_up(logits, maximum, self.smoothing > 0)
+        if self.passes is None or not logits.shape[-1]:
+            self.exponentiate(logits - maximum[:, None], sums)
+            return
+        sums[0], all_of_row = self.passes.add_up(logits, maximum, self.smoothing > 0)
         if all_of_row is not None:
             sums[2] = all_of_row
 
@@ -131,19 +137,17 @@ class SmoothedLoss:
         self.shard.subtract(exponentials, targets, (1 - self.smoothing) * weights)
 
     def write_gradient(
-        self,
-        passes: Passes,
-        logits: Tensor,
-        targets: Tensor,
-        maximum: Tensor,
-        sums: Tensor,
-        weights: Tensor,
-        out: Tensor,
+        self, logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, weights: Tensor, out: Tensor
     ) -> None:
         """Writes what :meth:`differentiate` does to ``out``, which may be the logits."""
+        if self.passes is None or not logits.shape[-1]:
+            values = (logits - maximum[:, None]).exp_()
+            self.differentiate(values, targets, sums, weights)
+            out.copy_(values)
+            return
         columns, held = self.shard.find(targets, logits.shape[-1])
         spread = weights * self.smoothing / self.shard.size if self.smoothing else None
-        passes.write_gradient(
+        self.passes.write_gradient(
             logits, maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
         )
 
@@ -189,7 +193,12 @@ def vocabulary_shard(logits: Tensor) -> tuple[Tensor, VocabShard]:
 
 
 def token_losses(
-    logits: Tensor, targets: Tensor, shard: VocabShard, ignore_index: int | None = None, label_smoothing: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    passes: Passes | None = None,
 ) -> Tensor:
     """Compute the cross entropy of each token.
 
@@ -199,6 +208,7 @@ def token_losses(
         shard: which shard ``logits`` is.
         ignore_index: targets of this value have loss 0 and gradient 0.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
+        passes: over the logits, compiled; ``None``: kernel by kernel.
 
     Returns:
         [tokens], float32.
@@ -208,7 +218,7 @@ def token_losses(
     """
     check_targets(targets, shard.size, ignore_index)
     check_smoothing(label_smoothing)
-    return _TokenLosses.apply(logits, targets, shard, ignore_index, label_smoothing)
+    return _TokenLosses.apply(logits, targets, SmoothedLoss(shard, label_smoothing, passes), ignore_index)
 
 
 def token_entropies(logits: Tensor, shard: VocabShard) -> Tensor:
@@ -257,39 +267,34 @@ def wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _blocks(logits: Tensor) -> Iterable[slice]:
-    elements = _ON_CPU if logits.device.type == "cpu" else _ON_DEVICES
+def _blocks(logits: Tensor, passes: Passes | None = None) -> Iterable[slice]:
+    elements = _ON_CPU if logits.device.type == "cpu" else _COMPILED if passes else _ON_DEVICES
     rows = max(1, elements // max(1, logits.shape[-1]))
     return rounds([slice(i, i + rows) for i in range(0, logits.shape[0], rows)])
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard, ignore_index: int | None, smoothing: float
-    ) -> Tensor:
-        loss = SmoothedLoss(shard, smoothing)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, loss: SmoothedLoss, ignore_index: int | None) -> Tensor:
         maximum, sums = loss.start(logits, targets)
-        for rows in _blocks(logits):
-            loss.exponentiate(logits[rows] - maximum[rows, None], sums[:, rows])
-        shard.reduce(sums)
+        for rows in _blocks(logits, loss.passes):
+            loss.add_up(logits[rows], maximum[rows], sums[:, rows])
+        loss.shard.reduce(sums)
         # Not the log-partition alone, maximum + log(sum): beside large logits it would lose its last digits.
         ctx.save_for_backward(logits, targets, maximum, sums[0].clone())
         ctx.loss, ctx.ignore_index = loss, ignore_index
         return loss.losses(sums).masked_fill_(ignored(targets, ignore_index), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, maximum, sums = ctx.saved_tensors
         grad = grad.masked_fill(ignored(targets, ctx.ignore_index), 0)
         if is_differentiated():
-            return ctx.loss.gradient(logits, targets, maximum, grad), None, None, None, None
+            return ctx.loss.gradient(logits, targets, maximum, grad), None, None, None
         result = torch.empty_like(logits)
-        for rows in _blocks(logits):
-            values = (logits[rows] - maximum[rows, None]).exp_()
-            ctx.loss.differentiate(values, targets[rows], sums[rows], grad[rows])
-            result[rows] = values
-        return result, None, None, None, None
+        for rows in _blocks(logits, ctx.loss.passes):
+            ctx.loss.write_gradient(logits[rows], targets[rows], maximum[rows], sums[rows], grad[rows], result[rows])
+        return result, None, None, None
 
 
 class _TokenEntropies(torch.autograd.Function):

@@ -14,6 +14,7 @@ from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.loss import cross_entropy, entropy
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
+from lightning_automodel.loss.functional import flat_losses
 from lightning_automodel.loss.kernels import LOSS_KERNELS
 from lightning_automodel.loss.passes import compiled_passes
 from lightning_automodel.loss.vocab_parallel import VocabShard
@@ -76,6 +77,14 @@ def test_compiled_passes(dtype: torch.dtype, smoothing: float) -> None:
     deferred = DeferredLogits.from_recipe(recipe(hidden, weight))
     loss = deferred.loss_sum(labels, -100, smoothing) / (labels != -100).sum()
     assert_same(loss, hidden, weight, labels, smoothing)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+def test_compiled_passes_over_whole_logits(dtype: torch.dtype, smoothing: float) -> None:
+    hidden, weight, labels = problem(dtype)
+    losses = flat_losses(linear(hidden, weight), labels, -100, smoothing, compiled_passes("inductor", None))
+    assert_same(losses.sum() / (labels != -100).sum(), hidden, weight, labels, smoothing)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

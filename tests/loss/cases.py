@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
+from lightning_automodel.loss.passes import Passes, _add_up, _write_gradient
+
 IGNORED = -100
+UNCOMPILED = Passes(_add_up, _write_gradient)
+"""What a compiler would fuse: each shape would be compiled anew."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,21 +39,29 @@ class Case:
         return f"Case({tuple(self.logits.shape)}, {self.logits.dtype}, labels={self.labels.tolist()}, {self.smoothing})"
 
 
+_UP_TO_3, _UP_TO_41 = st.integers(1, 3), st.integers(1, 41)
+_DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
 @st.composite
-def cases(draw: Any) -> Case:
+def cases(
+    draw: Any,
+    batch: st.SearchStrategy[int] = _UP_TO_3,
+    vocabulary: st.SearchStrategy[int] = _UP_TO_41,
+    dtype: st.SearchStrategy[torch.dtype] = _DTYPES,
+) -> Case:
     """Shapes, vocabularies from 1 on, scales up to 1e4, ignored patterns from none to all, masked columns."""
-    batch, length, vocabulary = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 41))
+    rows, length, columns = draw(batch), draw(st.integers(1, 9)), draw(vocabulary)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    logits = torch.randn(batch, length, vocabulary, generator=generator) * draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]))
-    labels = torch.randint(vocabulary, (batch, length), generator=generator)
+    logits = torch.randn(rows, length, columns, generator=generator) * draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]))
+    labels = torch.randint(columns, (rows, length), generator=generator)
     share = draw(st.sampled_from([0.0, 0.5, 1.0]))
-    labels[torch.rand(batch, length, generator=generator) < share] = IGNORED
+    labels[torch.rand(rows, length, generator=generator) < share] = IGNORED
     smoothing = draw(st.sampled_from([0.0, 0.1, 1.0]))
     if not smoothing and draw(st.booleans()):
         masked = torch.rand(logits.shape, generator=generator) < 0.3
         logits[masked.scatter(-1, labels.clamp(min=0).unsqueeze(-1), False)] = -torch.inf
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    return Case(logits.to(dtype), labels, smoothing, torch.randn(batch, length, generator=generator))
+    return Case(logits.to(draw(dtype)), labels, smoothing, torch.randn(rows, length, generator=generator))
 
 
 def for_all(*strategies: Any, examples: int = 40) -> Callable[[Callable[..., None]], Callable[[], None]]:

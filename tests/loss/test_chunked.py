@@ -18,10 +18,10 @@ from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.loss.chunked import ChunkOptions, chunked_loss_sum
 from lightning_automodel.loss.functional import count_targets
-from lightning_automodel.loss.passes import Passes, _add_up, _write_gradient, compiled_passes
+from lightning_automodel.loss.passes import Passes, compiled_passes
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.testing.pool import Pool
-from tests.loss.cases import IGNORED, assert_close, for_all, reference_losses
+from tests.loss.cases import IGNORED, UNCOMPILED, assert_close, for_all, reference_losses
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
@@ -144,12 +144,9 @@ def reference(problem: Problem, exact: list[Tensor], labels: Tensor) -> Tensor:
     return losses.sum() / count
 
 
-PASSES = Passes(_add_up, _write_gradient)  # each shape would be compiled anew
-
-
 def check_on_ranks() -> None:
     check(dist.group.WORLD, examples=50)
-    check(dist.group.WORLD, examples=30, passes=PASSES)
+    check(dist.group.WORLD, examples=30, passes=UNCOMPILED)
 
 
 def test_whole_weight() -> None:
@@ -157,7 +154,7 @@ def test_whole_weight() -> None:
 
 
 def test_passes_that_a_compiler_would_fuse() -> None:
-    check(None, examples=60, passes=PASSES)
+    check(None, examples=60, passes=UNCOMPILED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -15,15 +16,19 @@ from lightning_automodel.loss import (
     top1,
     top1_accuracy,
 )
+from lightning_automodel.loss.functional import flat_losses
+from lightning_automodel.loss.passes import Passes, compiled_passes
 from lightning_automodel.testing.pool import Pool
-from tests.loss.cases import IGNORED, Case, assert_close, cases, for_all, leaf, reference_losses, whole
+from tests.loss.cases import IGNORED, UNCOMPILED, Case, assert_close, cases, for_all, leaf, reference_losses, whole
+
+ANY = cases()
 
 
-def check_losses(mesh: DeviceMesh | None) -> None:
-    @for_all(cases(), examples=80)
+def check_losses(mesh: DeviceMesh | None, passes: Passes | None = None, draw: Any = ANY, examples: int = 80) -> None:
+    @for_all(draw, examples=examples)
     def check(case: Case) -> None:
         logits, exact = leaf(case.logits, mesh), leaf(case.logits.double())
-        losses = cross_entropy(logits, case.labels, label_smoothing=case.smoothing, reduction="none")
+        losses = flat_losses(logits, case.labels, IGNORED, case.smoothing, passes).view(case.labels.shape)
         expected = reference_losses(exact, case.labels, case.smoothing)
         assert losses.dtype == torch.float32
         assert_close(losses, expected, "losses")
@@ -38,7 +43,9 @@ def check_reductions(mesh: DeviceMesh | None) -> None:
     @for_all(cases(), examples=40)
     def check(case: Case) -> None:
         logits, exact = leaf(case.logits, mesh), leaf(case.logits.double())
-        expected = reference_losses(exact, case.labels).sum()
+        losses = reference_losses(exact, case.labels)
+        assert_close(cross_entropy(logits, case.labels, reduction="none"), losses, "losses")
+        expected = losses.sum()
         assert_close(cross_entropy(logits, case.labels, reduction="sum"), expected, "sum")
         mean = cross_entropy(logits, case.labels)
         expected = expected / (case.labels != IGNORED).sum().clamp(min=1)
@@ -89,13 +96,23 @@ def check_logprobs(mesh: DeviceMesh | None) -> None:
     check()
 
 
-CHECKS = [check_losses, check_reductions, check_entropy_and_accuracy, check_logprobs]
+def check_passes(mesh: DeviceMesh | None) -> None:
+    check_losses(mesh, UNCOMPILED)
+
+
+CHECKS = [check_losses, check_passes, check_reductions, check_entropy_and_accuracy, check_logprobs]
 
 
 def check_on_ranks() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for check in CHECKS:
         check(mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_passes(dtype: torch.dtype) -> None:
+    drawn = cases(batch=st.just(2), vocabulary=st.just(41), dtype=st.just(dtype))
+    check_losses(None, compiled_passes("inductor", None), drawn, examples=10)
 
 
 @pytest.mark.parametrize("check", CHECKS)
