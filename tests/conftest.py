@@ -1,5 +1,6 @@
 """Fixtures that all tests share, and what an older torch cannot do."""
 
+import gc
 import re
 from collections.abc import Generator, Iterator
 
@@ -22,6 +23,12 @@ def pytest_runtest_makereport(
     if report.failed and not holds_several_dtypes() and (found := _OLDER.search(report.longreprtext)):
         report.outcome, report.longrepr = "skipped", (str(item.path), (item.location[1] or 0) + 1, found.group())
     return report
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections from now on: each would walk through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

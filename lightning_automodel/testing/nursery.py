@@ -38,8 +38,10 @@ def main(descriptor: int) -> None:
     killed is answered with their wait statuses.
     """
     control = socket.socket(fileno=descriptor)
+    gc.disable()  # nothing of what is imported is garbage
     for name in (*PRELOAD, *filter(find_spec, PRELOAD_IF_INSTALLED)):
         importlib.import_module(name)
+    gc.enable()
     control.send(b"ready")
     while True:
         message, pipes, _, _ = socket.recv_fds(control, MAX_MESSAGE, MAX_RANKS)

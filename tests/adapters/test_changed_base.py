@@ -12,6 +12,7 @@ from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import Adapted, lora
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.subjects import gather_part
 from tests.support.training import batches, make_trainer, tiny_llama
 
@@ -79,7 +80,10 @@ def unbroken_and_resumed(
 WAYS = [("fsdp2-dp2", "ddp-2"), ("fsdp2-tp2", "fsdp2-tp2"), ("ddp-2", "fsdp2-dp2"), ("megatron3-dp2", "fsdp2-dp2")]
 
 
-@pytest.mark.parametrize(("kind", "way"), [*((Merging, way) for way in WAYS), (Thawed, WAYS[0])])
+ALL = [*((Merging, way) for way in WAYS), (Thawed, WAYS[0])]
+
+
+@pytest.mark.parametrize(("kind", "way"), with_long(ALL, *ALL[:3]))
 def test_a_base_that_changes_is_saved(kind: type[Adapted], way: tuple[str, str], tmp_path: Path, pool2: Pool) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path / "base")
     unbroken, resumed, names = pool2.run(unbroken_and_resumed, kind, tmp_path, *way, trainer=True)[0]

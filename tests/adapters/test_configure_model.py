@@ -136,7 +136,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-dp2", "megatron3-tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    with_long(
+        ["ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-dp2", "megatron3-tp2"], "ddp-2", "megatron3-dp2", "megatron3-tp2"
+    ),
+)
 def test_adapters_are_exact_on_two_ranks(layout: str, directory: Path, pool2: Pool) -> None:
     arguments = {"config": FSDP2Config(sequence_parallel=True)} if layout == "fsdp2-tp2" else {}
     for found in pool2.run(error, layout, lora, directory, **arguments, trainer=True):

@@ -8,6 +8,7 @@ from benchmarks._lever_rows import BF16, LADDERS, RANKS
 from lightning_automodel import FSDP2Config
 from lightning_automodel.cli import AutomodelCLI
 from lightning_automodel.config.values import resolve_mp_policy
+from tests.support.marks import with_long
 
 ROWS = [(layout, name) for layout in LADDERS for name in levers.ladder(layout)]
 
@@ -28,7 +29,7 @@ def test_rungs_add_up() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
-@pytest.mark.parametrize(("layout", "name"), ROWS)
+@pytest.mark.parametrize(("layout", "name"), with_long(ROWS, *ROWS[1:-1]))
 def test_the_command_of_a_row_has_its_levers(layout: str, name: str) -> None:
     row = levers.ladder(layout)[name]
     measured, command = levers.reproduced(layout, name, row).strip("`").split("`; `")

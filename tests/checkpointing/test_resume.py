@@ -19,6 +19,7 @@ from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.checkpointing.test_states import Counting
 from tests.strategies.test_habits_of_steps import Unfrozen
+from tests.support.marks import with_long
 from tests.support.training import GLOBAL_BATCH, Recorder, SaveAfter, batches, fit, make_trainer, whole_parameters
 
 STEPS_PER_EPOCH = 4
@@ -204,7 +205,7 @@ class Counted(Recorder):
         return Counting(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("kind", [Quasi, Counted])
+@pytest.mark.parametrize("kind", with_long([Quasi, Counted], Quasi))
 def test_states_of_other_forms_go_to_other_layouts(nursery: Nursery, tmp_path: Path, kind: type[Recorder]) -> None:
     one = Pool(nursery, 1)
     settings: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.training import Descending, batches, make_trainer
 
 
@@ -22,7 +23,7 @@ def saved_by(layout: str, directory: Path, steps: int, resume: Path | None) -> t
     return sorted(path.name for path in directory.iterdir()), module.losses
 
 
-@pytest.mark.parametrize("layout", ["megatron3-dp2", "fsdp2-tp2", "ddp-2"])
+@pytest.mark.parametrize("layout", with_long(["megatron3-dp2", "fsdp2-tp2", "ddp-2"], "fsdp2-tp2", "ddp-2"))
 def test_the_step_of_the_checkpoint_is_not_saved_again(pool2: Pool, tmp_path: Path, layout: str) -> None:
     """Behind the first micro-batch of the next one, which under Megatron-FSDP is an error."""
     files, losses = pool2.run(saved_by, layout, tmp_path / "whole", 3, None, trainer=True)[0]
@@ -50,7 +51,7 @@ def save_on_one_rank(layout: str, path: Path) -> None:
     make_trainer(strategy, max_steps=2).fit(module, batches(LAYOUTS[layout].data_size))
 
 
-@pytest.mark.parametrize("layout", ["fsdp2-dp2", "ddp-2"])
+@pytest.mark.parametrize("layout", with_long(["fsdp2-dp2", "ddp-2"], "ddp-2"))
 def test_one_rank_alone_is_told(pool2: Pool, tmp_path: Path, layout: str) -> None:
     """Before it meets the others in the wrong collective, which would end the process."""
     with pytest.raises(RankFailed, match="rank 0 waits in save_checkpoint for rank 1: every rank writes or sends"):

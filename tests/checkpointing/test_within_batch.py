@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.training import Descending, Memory, batches, largest_difference, make_trainer, whole_parameters
 
 ROWS = 24  # 6 batches of an epoch: two steps of three micro-batches
@@ -90,17 +91,20 @@ def stop_and_go_on(layout: str, place: str, count: int, saves: bool, directory: 
     }
 
 
+CASES = [
+    ("fsdp2-tp2", "start", 5, True),
+    ("fsdp2-dp2", "backward", 5, False),
+    ("megatron3-dp2", "start", 6, False),
+    ("fsdp2-dp2", "start", 6, False),
+    ("ddp-2", "backward", 6, False),
+    ("ddp-2", "step", 6, True),
+    ("megatron3-dp2", "start", 5, True),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "place", "count", "saves"),
-    [
-        ("fsdp2-dp2", "start", 6, False),
-        ("fsdp2-tp2", "start", 5, True),
-        ("fsdp2-dp2", "backward", 5, False),
-        ("ddp-2", "backward", 6, False),
-        ("ddp-2", "step", 6, True),
-        ("megatron3-dp2", "start", 6, False),
-        ("megatron3-dp2", "start", 5, True),
-    ],
+    with_long(CASES, *CASES[3:]),
 )
 def test_the_step_is_done_anew(pool2: Pool, tmp_path: Path, layout: str, place: str, count: int, saves: bool) -> None:
     for found in pool2.run(stop_and_go_on, layout, place, count, saves, tmp_path, trainer=True):

@@ -146,7 +146,11 @@ def errors_around_layers(sizes: dict[str, int]) -> dict[str, float]:
     return {name: compare(make, sizes, 2, schedule).largest[0] for name, make in made.items()}
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2}, {"dp_shard": 2}], ids=["cp2", "tp2", "dp2"])
+@pytest.mark.parametrize(
+    "sizes",
+    with_long([{"cp": 2}, {"tp": 2}, {"dp_shard": 2}], {"cp": 2}, {"dp_shard": 2}),
+    ids=["cp2", "tp2", "dp2"],
+)
 def test_layers_of_a_model_that_computes_them_again(sizes: dict[str, int], pool2: Pool) -> None:
     for found in pool2.run(errors_around_layers, sizes):
         assert {name: error for name, error in found.items() if error > BOUND} == {}

@@ -16,6 +16,7 @@ from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS as LAYOUTS_OF_TRAINERS
+from tests.support.marks import with_long
 from tests.support.subjects import gather_part
 from tests.support.training import VOCABULARY, Descending, batches, make_trainer, tiny_llama
 
@@ -125,8 +126,11 @@ def alone(nursery: Nursery) -> Callable[[str, str], list[Tensor]]:
     return cache(lambda fails_in, where: Pool(nursery, 1).run(train, fails_in, where, None, {})[0])
 
 
-@pytest.mark.parametrize("fails_in", ["forward", "backward"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [(layout, fails_in) for layout in LAYOUTS for fails_in in ("forward", "backward")]
+FAST = [("tp x dp_shard", "forward"), ("tp x dp_shard", "backward"), ("kept", "forward"), ("cp", "backward")]
+
+
+@pytest.mark.parametrize(("layout", "fails_in"), with_long(CASES, *(case for case in CASES if case not in FAST)))
 def test_training_goes_on(layout: str, fails_in: str, alone: Callable, pool2: Pool, pool4: Pool) -> None:
     sizes, fields = LAYOUTS[layout]
     pool = pool4 if len(sizes) > 1 else pool2

@@ -16,6 +16,7 @@ from lightning_automodel.parallel.fsdp2.running import gradients_held
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 from tests.support.training import whole
 
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -74,7 +75,7 @@ def train(tp: int, dtype: torch.dtype, in_place: bool) -> tuple[set[bool], list[
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", with_long([torch.bfloat16, torch.float32], torch.bfloat16), ids=str)
 def test_the_numbers_are_those_of_copies(dtype: torch.dtype, tp: int, nursery: Nursery) -> None:
     pool = Pool(nursery, tp)
     (places, found), (others, expected) = (pool.run(train, tp, dtype, in_place)[0] for in_place in (True, False))

@@ -23,6 +23,7 @@ from tests.plans.support import BOUND, SCHEDULE
 from tests.plans.test_partial_sums import SUMS, Composed, build
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.comparison import compare
+from tests.support.marks import with_long
 from tests.support.training import HIDDEN, batches, make_trainer, tiny_llama, whole, world_size
 
 
@@ -122,7 +123,7 @@ def gradients_of_twins(strategy: Any, way: str) -> list[dict[str, Tensor]]:
     return module.gradients
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_long(WAYS, *list(WAYS)[1:]))
 def test_whole_parameters_of_users(way: str, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(gradients_of_twins, "auto", way, trainer=True)
     for sizes in ({"tp": 2}, {}) if way != "to_local" else ({"tp": 2},):  # over data ranks it is a part

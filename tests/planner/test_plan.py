@@ -271,6 +271,7 @@ def test_few_blocks_of_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert few == whole
 
 
+@pytest.mark.long
 def test_one_model_takes_several_steps() -> None:
     """With one and two rows: what each does alone, for the first step leaves nothing that the second one has not."""
     runs = [replace(run_of(LAYOUTS["dp2-tp2-sequence"]), device_type="cuda", micro_batch=rows) for rows in (1, 2)]

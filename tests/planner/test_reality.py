@@ -25,6 +25,8 @@ def real(nursery: Nursery) -> Callable[[str], Real]:
 
 LONG = (
     "tp2",
+    "dp2",
+    "cp2",
     "dp2-tp2-sequence",
     "replicas2-shards2",
     "dp2-cp2-gathered",

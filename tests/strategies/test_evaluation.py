@@ -151,6 +151,7 @@ def stock_validation() -> dict[str, Any]:
     return {"rows": module.seen["validate"], "inference": module.inference}
 
 
+@pytest.mark.long
 def test_lightning_hangs_where_one_rank_predicts_more(pool2: Pool) -> None:
     with pytest.raises(PoolTimeout):
         pool2.run(stock_predict, 3, trainer=True, timeout=5)

@@ -161,7 +161,7 @@ FEATURES = {
     ),
     "summary": Feature(callbacks=lambda: [callbacks.ModelSummary(max_depth=-1), callbacks.RichModelSummary()]),
 }
-FAST = ("accumulation scheduler", "norms", "parameter groups", "stochastic average of norms")
+FAST = ("accumulation scheduler", "parameter groups")
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
     "tp": (lambda: FSDP2TPStrategy(tp=2), 1),
     "dp_shard": (FSDP2TPStrategy, 2),

@@ -407,7 +407,7 @@ KINDS = (
     Unfrozen,
 )
 FAST = [
-    *((kind, "fsdp2-dp2") for kind in KINDS[:-1]),
+    *((kind, "fsdp2-dp2") for kind in (InTurn, FakesUsedTwice, MeanTeacher, HookedEarly, Adversaries, ReadInHooks)),
     *((kind, "fsdp2-tp2") for kind in (HookedEarly, Sharpened, Unfrozen)),
 ]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]

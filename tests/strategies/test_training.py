@@ -250,6 +250,7 @@ def find_rate(sizes: dict[str, Any], directory: Path) -> tuple[list[float], list
     return found.results["loss"], *losses
 
 
+@pytest.mark.long
 def test_lr_find(pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
     expected, *_ = pool1.run(find_rate, {}, tmp_path, trainer=True)[0]
     assert len(expected) == 3

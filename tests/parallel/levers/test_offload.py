@@ -75,6 +75,7 @@ def train(path: Path, directory: Path, fields: dict[str, Any], epochs: int = 2, 
     return parameters
 
 
+@pytest.mark.long
 def test_training_and_resume(pool2: Pool, tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     expected = pool2.run(train, tmp_path, tmp_path / "a", {}, trainer=True)[0]
