@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -100,7 +101,7 @@ class ShardedModules:
         self.trained = [p for p in self.wrapper.raw_param.values() if p.requires_grad]
         self._window = WindowGradients(self.wrapper, self._parameters, config, self.norms, calls)
         self._is_outdated = True
-        self._writes_seen = 0
+        self._writes_seen = self._writes()
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
 
@@ -115,12 +116,12 @@ class ShardedModules:
         """
         if torch.is_grad_enabled():
             self._refuse_changes_of_what_trains()
-        if self._is_outdated or self._writes() != self._writes_seen:
+        if self._show_changes() or self._is_outdated:
             # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
             self.wrapper.install_optimized_model_weights()
             self._await_gathers()
             self.wrapper.synchronize_param_gather()
-            self._is_outdated, self._writes_seen = False, self._writes()
+            self._is_outdated = False
         if self.wrapper.is_param_fsdp_distributed:
             use_raw_parameters(self.wrapper)
             # The library gathers what belongs to a module when that is called. Whoever reads parameters of one that is
@@ -150,6 +151,8 @@ class ShardedModules:
                 exception ended was not cleared.
         """
         self._refuse_changes_of_what_trains()
+        if self._show_changes():
+            self._is_outdated = True
         self._window.begin_backward()
         use_raw_parameters(self.wrapper)
         self.wrapper.is_last_microbatch = is_last
@@ -194,9 +197,21 @@ class ShardedModules:
         for bucket, is_backward in list(pipeline.param_gather_event_map):
             pipeline.wait_bucket_ready(bucket, is_backward)
 
-    def _writes(self) -> int:
+    def _writes(self) -> list[int]:
         """Count writes to the optimizer's parameters."""
-        return sum(map(writes_into, self._parameters.values()))
+        return list(map(writes_into, self._parameters.values()))
+
+    def _show_changes(self) -> bool:
+        """Tell whether parameters of the optimizer were written into, and let autograd see which: it knows those that
+        compute, and a backward pass through what a graph computed before would compute with the values behind it.
+        """
+        seen, self._writes_seen = self._writes_seen, self._writes()
+        if seen == self._writes_seen:
+            return False
+        for name, before, now in zip(self._parameters, seen, self._writes_seen, strict=True):
+            if before != now:
+                increment_version(self.wrapper.raw_param[name])
+        return True
 
     def _trained_now(self) -> set[tuple[str, str]]:
         """Name what trains, among the parameters that compute and among those that the optimizer has."""

@@ -1,0 +1,95 @@
+"""A backward pass through what a graph computed before a step is an error under Megatron-FSDP, too; nothing else is."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+
+from lightning_automodel.testing.pool import Pool
+from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
+from tests.support.subjects import gather_part
+from tests.support.training import Recorder, batches, make_trainer
+
+NAMES = [name for name in LAYOUTS if name.startswith("megatron") and LAYOUTS[name].ranks == 2]
+
+
+class Stale(Recorder):
+    """Steps by one loss before it goes back from another, perhaps with other passes between."""
+
+    automatic_optimization = False
+
+    def __init__(self, between: bool) -> None:
+        super().__init__(tied=False)
+        self.between = between
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        before = self.loss(batch)
+        self.manual_backward(self.loss([batch[0].flip(0)]))
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.between:
+            self.manual_backward(self.loss([batch[0].flip(1)]))
+        self.manual_backward(before)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def stale(layout: str | None, between: bool) -> str:
+    """Runs on each rank, or as one process: what the backward pass says."""
+    strategy = LAYOUTS[layout].make() if layout else SingleDeviceStrategy(torch.device("cpu"))
+    try:
+        make_trainer(strategy, max_steps=2).fit(Stale(between), batches(LAYOUTS[layout].data_size if layout else 1))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("layout", with_long(NAMES, "megatron0-dp2", "megatron2-dp2", "megatron3-tp2"))
+def test_what_changed_cannot_be_used(layout: str, between: bool, pool2: Pool) -> None:
+    changed = "modified by an inplace operation"
+    assert changed in stale(None, between)
+    for found in pool2.run(stale, layout, between, trainer=True):
+        assert changed in found
+
+
+class EmbeddingFirst(Recorder):
+    """Steps an embedding between two backward passes through a graph that does not need its values."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        output = self.model(input_ids=batch[0], labels=batch[0])
+        for loss, optimizer in zip((output.loss, output.logits.square().mean()), optimizers, strict=True):
+            self.manual_backward(loss, retain_graph=loss is output.loss)
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.model.model.embed_tokens, self.model.lm_head)
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in parts]
+
+
+def stepped(layout: str | None) -> dict[str, Tensor | None]:
+    """Runs on each rank, or as one process."""
+    module = EmbeddingFirst()
+    strategy = LAYOUTS[layout].make() if layout else SingleDeviceStrategy(torch.device("cpu"))
+    make_trainer(strategy, max_epochs=1).fit(module, batches(LAYOUTS[layout].data_size if layout else 1))
+    return {name: gather_part(parameter) for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", with_long(NAMES, "megatron0-dp2", "megatron2-dp2"))
+def test_what_no_backward_pass_needs_may_change(layout: str, pool2: Pool) -> None:
+    expected = stepped(None)
+    found = pool2.run(stepped, layout, trainer=True)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
