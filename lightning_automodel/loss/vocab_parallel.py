@@ -120,7 +120,8 @@ class SmoothedLoss:
         if self.passes is None or not logits.shape[-1]:
             self.exponentiate(logits - maximum[:, None], sums)
             return
-        sums[0], all_of_row = self.passes.add_up(logits, maximum, self.smoothing > 0)
+        # Detached: what requires gradients would be compiled apart.
+        sums[0], all_of_row = self.passes.add_up(logits.detach(), maximum, self.smoothing > 0)
         if all_of_row is not None:
             sums[2] = all_of_row
 
@@ -148,7 +149,7 @@ class SmoothedLoss:
         columns, held = self.shard.find(targets, logits.shape[-1])
         spread = weights * self.smoothing / self.shard.size if self.smoothing else None
         self.passes.write_gradient(
-            logits, maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
+            logits.detach(), maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
         )
 
     def gradient(self, logits: Tensor, targets: Tensor, maximum: Tensor, weights: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -113,6 +114,18 @@ def check_on_ranks() -> None:
 def test_compiled_passes(dtype: torch.dtype) -> None:
     drawn = cases(batch=st.just(2), vocabulary=st.just(41), dtype=st.just(dtype))
     check_losses(None, compiled_passes("inductor", None), drawn, examples=10)
+
+
+def test_evaluation_compiles_nothing_more_than_training() -> None:
+    passes = compiled_passes("aot_eager", None)
+    torch._dynamo.reset()
+    for count, grad in enumerate([True, False, True]):
+        counters.clear()
+        with torch.set_grad_enabled(grad):
+            losses = flat_losses(leaf(torch.randn(1, 6, 11)), torch.arange(6)[None], IGNORED, 0.0, passes)
+        if grad:
+            losses.sum().backward()
+        assert counters["stats"]["unique_graphs"] == (0 if count else 2)
 
 
 @pytest.mark.parametrize("check", CHECKS)
