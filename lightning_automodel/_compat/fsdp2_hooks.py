@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+_HANDS_ON = f"{RegisterPostBackwardFunction.__name__}Backward"
 
 
 class HooksOnSums:
@@ -61,3 +64,12 @@ class HooksOnSums:
         assert self.graphs is not None
         self.graphs += torch.is_grad_enabled()
         return post_forward(*args)
+
+
+def edges_behind(node: Any, output: int) -> list[tuple[Any, int]]:
+    """List where the ``output`` of a node of an autograd graph comes from, as node and output.
+
+    FSDP2 hands on all that enters a module by one node, in order.
+    """
+    edges = [(before, number) for before, number in node.next_functions]
+    return edges[output : output + 1] if node.name() == _HANDS_ON else edges

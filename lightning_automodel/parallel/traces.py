@@ -125,11 +125,16 @@ def left_behind(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 def refuse_gradients(owner: nn.Module, name: str, message: str) -> None:
     """Put copies of the tensors that an attribute holds in their places: a gradient of one is an error."""
-    value, refused = vars(owner)[name], lambda x: _Refused.apply(x, message) if _is_computed(x) else x
+    value, refusing = vars(owner)[name], lambda x: refused(x, message) if _is_computed(x) else x
     if isinstance(value, list):
-        value[:] = tree_map(refused, value)
+        value[:] = tree_map(refusing, value)
     else:
-        vars(owner)[name] = tree_map(refused, value)
+        vars(owner)[name] = tree_map(refusing, value)
+
+
+def refused(value: Tensor, message: str) -> Tensor:
+    """Return ``value``; its gradient is an error with ``message``, unless its node is told to let it pass."""
+    return _Refused.apply(value, message)
 
 
 def _is_computed(value: Any) -> bool:
@@ -139,9 +144,11 @@ def _is_computed(value: Any) -> bool:
 class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, message: str) -> Tensor:
-        ctx.message = message
+        ctx.message, ctx.passes = message, False
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.passes:
+            return grad, None
         raise ValueError(ctx.message)

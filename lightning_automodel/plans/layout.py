@@ -87,6 +87,8 @@ class Layout:
     holders: list[str] = field(default_factory=list)
     """other modules whose own code computes with a rank's part of features, which their first forward pass must prove
     right"""
+    claimed: list[str] = field(default_factory=list)
+    """whole parameters outside of boundaries of which only the plan says that their gradients are partial sums"""
     measured: bool = True
     """all that runs was compared with one process: the plan, and the code of every module"""
 
@@ -114,14 +116,17 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
         layout.modules[name] = ModuleLayout(Enter.COPY_ALL, leave)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = outermost(places, name) is not None or outermost(layout.boundaries, name) is not None
-        layout.parameters[name] = _parameter_layout(name, parameter, structure.parameter_styles.get(name), inside)
+        found = structure.parameter_styles.get(name)
+        layout.parameters[name] = _parameter_layout(name, parameter, found, inside)
+        if found is not None and found.partial and not inside:
+            layout.claimed.append(name)
     share_heads(model, layout, tp)
     if sequence_parallel:
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
-        found = derive_sequence_layout(model, blocks, layout.boundaries, planned, structure.styles_below)
-        _cut_sequence(layout, found)
-        whole = structure.names_of([child for children in found.children.values() for child in children])
-        check_places(model, structure.names_of(found.children), "sequence_parallel=True cuts", but=whole)
+        sequence = derive_sequence_layout(model, blocks, layout.boundaries, planned, structure.styles_below)
+        _cut_sequence(layout, sequence)
+        whole = structure.names_of([child for children in sequence.children.values() for child in children])
+        check_places(model, structure.names_of(sequence.children), "sequence_parallel=True cuts", but=whole)
     return structure, layout
 
 

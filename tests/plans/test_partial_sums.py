@@ -307,9 +307,9 @@ def test_what_moves_elements_or_multiplies_by_a_whole_matrix_keeps_a_term() -> N
         kind_of_result("conv3d", (term, torch.ones(4), torch.ones(2)), {}, lambda value: False)
 
 
-def difference() -> str:
+def said_of_first_step(plan: dict[str, str]) -> str:
     """Runs on each rank: what the first step of an optimizer says."""
-    model = parallelize(build(Between), build_mesh(resolve_sizes(2, tp=2), "cpu"), FSDP2Config(tp_plan=SEPARATE))
+    model = parallelize(build(Between), build_mesh(resolve_sizes(2, tp=2), "cpu"), FSDP2Config(tp_plan=plan))
     model(**batches(SCHEDULE, 0, 0)[0]).loss.backward()
     try:
         torch.optim.SGD(model.parameters()).step()
@@ -319,9 +319,16 @@ def difference() -> str:
 
 
 def test_gradients_of_whole_parameters_that_differ_are_refused(pool2: Pool) -> None:
-    for message in pool2.run(difference):
+    for message in pool2.run(said_of_first_step, SEPARATE):
         assert "act.weight is whole on every tp rank, but their gradients differ" in message
         assert "'blocks.*.ffn.act' the style 'replicated_with_grad_allreduce'" in message
+
+
+def test_gradients_that_are_no_terms_of_a_sum_are_refused(pool2: Pool) -> None:
+    sums = {name: "replicated_with_grad_allreduce" for name in ("blocks.*.ffn.act", "embed")}
+    for message in pool2.run(said_of_first_step, {**SEPARATE, **sums}):
+        assert "embed.weight has the style replicated_with_grad_allreduce, but its gradients are the same" in message
+        assert "Take 'embed' out of the tensor-parallel plan" in message
 
 
 # ---- under the trainer -----------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.hooks_of_users import WHOLE, warn_of_parts
+from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside
 from lightning_automodel.parallel.tensor.head_masks import install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
@@ -88,10 +89,11 @@ def apply_tensor_parallel(
     install_collectives(model, tp_mesh.get_group(), layout)
     streams: dict[str, Stream] = {}
     if layout.sequence is not None:
-        streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence)
+        streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence, layout.terms)
     install_written_inputs(model, layout, streams)
     install_head_masks(model, tp_mesh.get_group(), layout)
     install_recorded_shares(model, tp_mesh.get_group(), layout)
+    install_beside(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
     follow_partial_sums(model, layout, [Trial(one, tp_mesh) for one in tried])
@@ -170,10 +172,18 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
             args, kwargs = copies.enter(module, args, kwargs)
         return forward(*args, **kwargs)
 
+    def around_own(
+        entering: EnteringBeside, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        if not is_tried_now(module) and not is_whole_now():
+            args, kwargs = entering.enter(args, kwargs)
+        return forward(*args, **kwargs)
+
     copies = _Around(partial(copy_in, group=group), every=True)
     for name, module_layout in layout.modules.items():
         if module_layout.enter is Enter.COPY_ALL:
-            wrap_forward(model.get_submodule(name), around)
+            own = partial(around_own, EnteringBeside(group))
+            wrap_forward(model.get_submodule(name), own if layout.terms else around)
 
 
 def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
@@ -243,9 +253,21 @@ class _Around:
         """Change what leaves: a forward hook."""
         if is_whole_now():
             return output
-        if not isinstance(output, tuple):
+        if isinstance(output, Tensor):
             return self.function(output)
+        if not isinstance(output, tuple):
+            raise ValueError(_no_first_output(module, output))
         return tuple(map(self.function, output)) if self.every else (self.function(output[0]), *output[1:])
+
+
+def _no_first_output(module: nn.Module, output: Any) -> str:
+    name = class_names(module)[0]
+    return (
+        f"the tensor-parallel plan splits a {name}, of whose output the ranks have parts, but it returns a "
+        f"{type(output).__name__}, in which it is not known which values are to be summed. Return a tensor, or a tuple "
+        f"with the features in the first place; or leave the {name} whole, with a rule 'replicate' for each of its "
+        "layers in FSDP2Config(tp_plan={'extends': 'model', ...})"
+    )
 
 
 def _install_embedding(module: nn.Module, group: ProcessGroup) -> None:

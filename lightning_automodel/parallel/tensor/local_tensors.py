@@ -4,8 +4,8 @@ They are put there by hooks around the block, and around the model for what lies
 the backward pass puts them there again.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
 from lightning_automodel.parallel.activation_checkpoint import has_switch
+from lightning_automodel.parallel.tensor.replicated_gradients import noting
 from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.plans.layout import Rows
@@ -42,11 +43,15 @@ class _LocalTensor:
     """the gradient is a partial sum only while this stream is cut"""
     sum_over: ProcessGroup | None
     """where partial gradients are summed as they come; ``None``: FSDP2 sums them"""
+    note: Callable[[Tensor], None] | None = None
+    """looks at the gradient of this rank, as long as anybody wants to know"""
 
     def __call__(self, parameter: DTensor) -> Tensor:
         partial = self.stream is not None and self.stream.length is not None
         gradient = Partial() if partial else self.gradient
         local = _local(parameter, gradient, self.sum_over)
+        if self.note is not None and local.requires_grad and not torch.compiler.is_compiling():
+            local.register_hook(self.note)
         if self.rows:
             return take_rows(local, self.rows)
         # The bias of a sum over tp counts once. Every rank keeps it in the graph, so that all take part in the
@@ -89,7 +94,10 @@ def install_local_tensors(
             if parameter_layout is not None:
                 stream = (streams or {}).get(outermost(own, module_name) or "") if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
-                swaps[owner_name].add(module, name, _local_tensor(parameter_layout, size, tp_mesh, stream, is_final))
+                local = _local_tensor(parameter_layout, size, tp_mesh, stream, is_final)
+                if not layout.measured and f"{module_name}.{name}".removeprefix(".") in layout.claimed:
+                    local = replace(local, note=noting(model, f"{module_name}.{name}".removeprefix(".")))
+                swaps[owner_name].add(module, name, local)
     for name, swap in swaps.items():
         owner = model.get_submodule(name)
         owner.register_forward_pre_hook(_refuse_recomputing)

@@ -105,6 +105,8 @@ def _installed(watches: list["_Watch"]) -> Generator[None, None, None]:
             yield
     finally:
         _watched.difference_update(modules)
+        for watch in reversed(watches):
+            watch.end()
 
 
 class _Watch(TorchFunctionMode):
@@ -162,14 +164,19 @@ class _Watch(TorchFunctionMode):
         if not self._active:  # a parent computes with parameters of a member that it does not call
             module.__dict__[_FROM_START] = True
             return
-        self._active = False
-        self.__exit__(None, None, None)
+        self.end()
         outputs = output if isinstance(output, tuple) else (output,)
         if any(isinstance(x, Tensor) and kind(x) is None for x in (outputs if self._all_outputs else outputs[:1])):
             raise ValueError(self._message("what it returns is not made of it"))
         if not self._all_outputs and any(kind(x) is Kind.PARTIAL for x in outputs[1:]):
             raise ValueError(self._message("it returns more that is made of it, which is not summed"))
         self.proved = True
+
+    def end(self) -> None:
+        """Stop to follow what the child gives, where it never came to its end: a block calls members, or it raised."""
+        if self._active:
+            self._active = False
+            self.__exit__(None, None, None)
 
     def _start(self, term: str) -> None:
         if not self._active:

@@ -5,7 +5,7 @@ can say (``replicated_with_grad_allreduce``). Where nobody compared a plan with 
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.plans.selection import wildcard
 
+_OF_RANK = "_gradients_of_this_rank_alone"
 _NOISE = 1e-6  # of the norm of all gradients: a gradient that is zero by construction is of this size
 
 
@@ -43,10 +44,46 @@ def compare_first_gradients(model: nn.Module, tp_mesh: DeviceMesh) -> None:
         }
         if gradients:
             compared = True
+            noted = dict(model.__dict__.get(_OF_RANK, {}))
+            model.__dict__.get(_OF_RANK, {}).clear()
             _compare(gradients, tp_mesh)
+            if noted:
+                _refuse_equal(noted, tp_mesh)
 
     # A hook must not remove itself: torch is iterating over them.
     weakref.finalize(model, register_optimizer_step_post_hook(hook).remove)
+
+
+def noting(model: nn.Module, name: str) -> Callable[[Tensor], None]:
+    """Return what notes gradients of the parameter ``name``, of which a plan says that they are partial sums, up to the
+    first step.
+    """
+    noted: dict[str, Tensor] = model.__dict__.setdefault(_OF_RANK, {})
+    noted[name] = torch.zeros(2)
+
+    def note(gradient: Tensor) -> None:
+        if name in noted:
+            noted[name] = noted[name].to(gradient.device) + _norm_and_sum(gradient)
+
+    return note
+
+
+def _refuse_equal(noted: dict[str, Tensor], tp_mesh: DeviceMesh) -> None:
+    """Raise an error if what should be terms of a sum is the same on all ranks."""
+    found = torch.stack([x.to(tp_mesh.device_type) for x in noted.values()])
+    ranks = [torch.empty_like(found) for _ in range(tp_mesh.size())]
+    dist.all_gather(ranks, found, group=tp_mesh.get_group())
+    every = torch.stack(ranks)
+    spread, norm = (every.amax(0) - every.amin(0)).amax(-1), every[..., 0].amax(0)
+    equal = (spread <= _NOISE * norm) & (norm > 0)
+    for name, is_equal in zip(noted, equal.tolist(), strict=True):
+        if is_equal:
+            raise ValueError(
+                f"{name} has the style replicated_with_grad_allreduce, but its gradients are the same on all "
+                f"{tp_mesh.size()} tp ranks before they are summed: it works on whole values, and the sum is "
+                f"{tp_mesh.size()} times its gradient. Take {wildcard(name.rpartition('.')[0] or name)!r} out of the "
+                "tensor-parallel plan"
+            )
 
 
 def _is_whole(parameter: nn.Parameter, axis: str) -> bool:

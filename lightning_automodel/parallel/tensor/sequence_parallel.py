@@ -12,6 +12,7 @@ because the stream is cut at the first block and not at the embedding. The state
 """
 
 import inspect
+from collections.abc import Collection
 from functools import partial
 from itertools import starmap, zip_longest
 from typing import Any
@@ -28,12 +29,21 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.lone_parts import is_called_alone
+from lightning_automodel.parallel.tensor.beside import EnteringBeside, same_container
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, ChildCollectives, SequenceLayout
 
 
-def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: SequenceLayout) -> dict[str, Stream]:
+def install_sequence_parallel(
+    model: nn.Module, group: ProcessGroup, layout: SequenceLayout, own: Collection[str]
+) -> dict[str, Stream]:
     """Puts the collectives of ``layout`` around blocks and their children.
+
+    Args:
+        model: whose parameters are split.
+        group: of the tp axis.
+        layout: of ``model``.
+        own: split layers of users, if there are any: what enters may come from within another one.
 
     Returns:
         the stream that each block runs on, by the block's name.
@@ -46,7 +56,8 @@ def install_sequence_parallel(model: nn.Module, group: ProcessGroup, layout: Seq
             is_first, is_last = name == blocks[0], name == blocks[-1]
             BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
             for child, collectives in layout.children[name].items():
-                ChildOnStream(stream, child, collectives).install(model.get_submodule(child))
+                entering = EnteringBeside(group) if own else None
+                ChildOnStream(stream, child, collectives, entering).install(model.get_submodule(child))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_hook(partial(_gather_recorded, group))
@@ -173,10 +184,13 @@ class ChildOnStream(SharedByCopies):
         stream: that the block runs on.
         name: of the child.
         collectives: which of them the child takes.
+        entering: copies in what is whole, where not all is.
     """
 
-    def __init__(self, stream: Stream, name: str, collectives: ChildCollectives) -> None:
-        self.stream, self.name, self.collectives = stream, name, collectives
+    def __init__(
+        self, stream: Stream, name: str, collectives: ChildCollectives, entering: EnteringBeside | None = None
+    ) -> None:
+        self.stream, self.name, self.collectives, self.entering = stream, name, collectives, entering
 
     def install(self, child: nn.Module) -> None:
         """Run these hooks in every forward pass of ``child``."""
@@ -188,17 +202,19 @@ class ChildOnStream(SharedByCopies):
     def enter(self, child: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather every slice among the arguments, and copy in the others where gradients are partial sums."""
         flat = self.stream.runs_flat(args, kwargs, whole=False)
-        first = tuple(self._enter(x, flat) for x in args)
-        return first, {name: self._enter(x, flat) for name, x in kwargs.items()}
+        first = tuple(self._enter(x, flat, str(place)) for place, x in enumerate(args))
+        return first, {name: self._enter(x, flat, name) for name, x in kwargs.items()}
 
-    def _enter(self, value: Any, flat: bool) -> Any:
+    def _enter(self, value: Any, flat: bool, place: str) -> Any:
         if flat and self.stream.is_flat_slice(value):
             return self._gather(self.stream.unflatten(value, whole=False)).flatten(0, 1)
         if self.stream.is_slice(value):
             return self._gather(value)
-        if isinstance(value, tuple | list):
-            return type(value)(self._enter(x, flat) for x in value)
-        return copy_in(value, self.stream.group) if self.collectives.sums_gradients and is_float(value) else value
+        if type(value) in (tuple, list):
+            return same_container(value, [self._enter(x, flat, f"{place}.{i}") for i, x in enumerate(value)])
+        if not self.collectives.sums_gradients or not is_float(value):
+            return value
+        return self.entering.copy(value, place) if self.entering else copy_in(value, self.stream.group)
 
     def _gather(self, value: Tensor) -> Tensor:
         assert self.stream.length is not None

@@ -29,6 +29,7 @@ from lightning_automodel._compat.pytree import tree_map
 from lightning_automodel._compat.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
+from lightning_automodel.parallel.tensor.beside import beside, note_whole
 from lightning_automodel.parallel.tensor.trial_weights import (
     Tried,
     draw_weights,
@@ -75,9 +76,11 @@ class Trial:
                 untried.discard(self.name)
                 if self._tried.is_boundary and (left := left_behind(module)):
                     self._keep_from_losses(module, left)
-                if not _is_right(module, self._tried, self._tp_mesh, args, kwargs):
+                whole: list[bool] = []
+                if not _is_right(module, self._tried, self._tp_mesh, args, kwargs, whole):
                     untried.add(self.name)
                     raise ValueError(self._message(module))
+                note_whole(module, whole)
 
         return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
 
@@ -110,8 +113,12 @@ class Trial:
         )
 
 
-def _is_right(module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _is_right(
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], whole: list[bool]
+) -> bool:
     """Compare what the ranks' slices give together with what the whole gives: values, and gradients of what enters.
+
+    ``whole`` gets for each value beside the first output whether slices give the same on every rank.
 
     Returns:
         true also where that cannot be told: it draws at random, or does not run with other weights.
@@ -124,27 +131,29 @@ def _is_right(module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple,
         args, kwargs = in_float32(args), in_float32(without_cache(kwargs))
         _tried.append(module)
         try:
-            return all([_compare(module, tried, tp_mesh, args, kwargs, f) for f in (_evaluate, _train, _differentiate)])
+            runs = [partial(run, module, args, kwargs) for run in (_evaluate, _differentiate, _train)]
+            return all([_compare(module, tried, tp_mesh, next(tensors((args, kwargs))).device, f, whole) for f in runs])
         finally:
             _tried.pop()
 
 
 def _compare(
-    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], run: Callable
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, device: torch.device, run: Callable, same: list[bool]
 ) -> bool:
-    device = next(x.device for x in tensors((args, kwargs)))
     whole, watch = draw_weights(tried, device), _Watch()
     slices = {key: slice_of_rank(whole[key], layout, tp_mesh) for key, (_, _, layout) in tried.parameters.items()}
     with in_place(module, whole), restored(module, tried.attributes), without_collectives():
-        expected = _numbers_of(partial(run, module, args, kwargs, watch), watch)
+        expected = _numbers_of(partial(run, watch), watch)
+    beside_whole, watch.beside = watch.beside, []
     with in_place(module, slices):
-        found = _numbers_of(partial(run, module, args, kwargs, watch), watch)
+        found = _numbers_of(partial(run, watch), watch)
     can_tell = len(expected) == len(found) > 0 and not watch.draws
     can_tell = can_tell and all(one.shape == other.shape for one, other in zip(expected, found, strict=True))
     agreed = torch.tensor(float(can_tell), device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, tp_mesh.get_group())
     if not agreed.item():
         return True
+    same[:] = _same_on_all(watch.beside, beside_whole, tp_mesh)
     if tried.is_boundary:
         dist.all_reduce(found[0], group=tp_mesh.get_group())
     errors = [(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]
@@ -152,6 +161,17 @@ def _compare(
     wrong = torch.tensor(float(any(error > bound for error in errors)), device=device)  # NaN tells nothing
     dist.all_reduce(wrong, dist.ReduceOp.MAX, tp_mesh.get_group())
     return not wrong.item()
+
+
+def _same_on_all(found: list[Tensor], expected: list[Tensor], tp_mesh: DeviceMesh) -> list[bool]:
+    """Tell for each value beside the first output whether every rank gets what the whole gives."""
+    if not expected or len(found) != len(expected):
+        return []
+    pairs = zip(found, expected, strict=True)
+    alike = [x.shape == y.shape and bool((x - y).norm() <= _TOLERANCE * y.norm()) for x, y in pairs]
+    agreed = torch.tensor(alike, dtype=torch.float32, device=found[0].device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, tp_mesh.get_group())
+    return [bool(x) for x in agreed.tolist()]
 
 
 def _numbers_of(run: Callable[[], list[Tensor]], watch: "_Watch") -> list[Tensor]:
@@ -174,6 +194,7 @@ def _evaluate(
         before = {name: (version_of(buffer), buffer) for name, buffer in buffers.items()}
         with watch, WithoutDropout():
             output = module.forward(*args, **kwargs)
+        watch.beside = beside(output)
         written = [x.float() for v, x in before.values() if x.is_floating_point() and version_of(x) != v]
     return [x.float().clone() for x in floating(output)[:1]] + written
 
@@ -202,6 +223,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws = self.is_narrow = False
+        self.beside: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,159 @@
+"""What leaves a split layer of a user's beside its sum, and what enters one beside the stream.
+
+::
+
+    attention 0 --> terms of a sum, reduced
+       |  |
+       |  +-------> a loss of a router's logits: whole on all ranks, and each passes on 1 / tp of its gradient
+       +----------> attention 1: values of a rank's heads, whose gradients are a rank's own
+
+Whole values that enter a split layer are copied in: their gradients are summed over tp. What was computed within
+another split layer has gradients of a rank's own, and enters as it is. Whether a value that leaves is whole, the trial
+tells (``trials.py``): slices are for other split layers alone, and a loss of them is an error.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_automodel._compat.fsdp2_hooks import edges_behind
+from lightning_automodel._compat.pytree import tree_map
+from lightning_automodel._compat.tensors import is_in_backward
+from lightning_automodel.distributed.collectives import copy_in, scale_gradient
+from lightning_automodel.parallel.tensor.stream import is_float
+from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
+from lightning_automodel.parallel.traces import floating, refused
+from lightning_automodel.plans import Layout
+from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.styles import Leave
+
+_WHOLE = "_whole_on_all_ranks_beside_its_sum"
+_ENTERED = ("_CopyInBackward", "_GatherInBackward")
+_WHOLE_AGAIN = (
+    "_ReduceOutBackward",
+    "_ScatterOutBackward",
+    "_GatherBackward",
+    "_SplitBackward",
+    "_ScaleGradientBackward",
+)
+_REFUSED = "_RefusedBackward"
+_COMPILED = "CompiledFunctionBackward"
+
+
+def beside(output: Any) -> list[Tensor]:
+    """List the floating-point tensors that a module gives beside the first output."""
+    return floating(output[1:]) if isinstance(output, tuple) else []
+
+
+def note_whole(module: nn.Module, whole: list[bool]) -> None:
+    """Note which of the tensors beside the first output of ``module`` are whole on every rank."""
+    module.__dict__[_WHOLE] = whole
+
+
+def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
+    """Let gradients of what leaves split layers of users beside their sums be whole, or an error."""
+    for name in layout.terms:
+        if name not in layout.modules or layout.modules[name].leave is not Leave.REDUCE_ALL:
+            module = model.get_submodule(name)
+            module.register_forward_hook(_Leaving(group, _message(name, module, group.size())))
+
+
+class _Leaving:
+    def __init__(self, group: ProcessGroup, message: str) -> None:
+        self.group, self.message = group, message
+
+    def __deepcopy__(self, memo: dict) -> "_Leaving":
+        return _Leaving(self.group, self.message)
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if is_whole_now() or not any(x.requires_grad for x in beside(output)):
+            return None
+        noted = module.__dict__.get(_WHOLE, [])
+        whole = iter(noted if len(noted) == len(beside(output)) else [False] * len(beside(output)))
+        return (output[0], *tree_map(lambda x: self._leave(x, next(whole)) if is_float(x) else x, output[1:]))
+
+    def _leave(self, value: Tensor, is_whole: bool) -> Tensor:
+        if is_whole:
+            return scale_gradient(value, 1 / self.group.size())
+        # The passes before a graph is compiled have refused it.
+        return value if torch.compiler.is_compiling() or not value.requires_grad else refused(value, self.message)
+
+
+class EnteringBeside:
+    """Copies in what enters one split layer, but for what was computed within another."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._within: dict[str, bool] = {}
+
+    def __deepcopy__(self, memo: dict) -> "EnteringBeside":
+        return EnteringBeside(self.group)
+
+    def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Change what enters: tensors, and those in tuples and lists."""
+        first = tuple(self._enter(x, str(place)) for place, x in enumerate(args))
+        return first, {name: self._enter(x, name) for name, x in kwargs.items()}
+
+    def _enter(self, value: Any, place: str) -> Any:
+        if type(value) in (tuple, list):
+            return same_container(value, [self._enter(x, f"{place}.{i}") for i, x in enumerate(value)])
+        return self.copy(value, place) if is_float(value) else value
+
+    def copy(self, value: Tensor, place: str) -> Tensor:
+        """Copy in a whole ``value``; with what enters at ``place`` compiled blocks do as the first passes."""
+        if not value.requires_grad:
+            return value
+        if not torch.compiler.is_compiling() and not is_in_backward():
+            found = _was_computed_within(value)
+            if found is not None:
+                self._within[place] = found
+        return value if self._within.get(place, False) else copy_in(value, self.group)
+
+
+def same_container(value: Any, entries: list[Any]) -> Any:
+    """Return a tuple or a list of ``entries``; ``value`` itself, to which a module may append, if it has no others."""
+    unchanged = all(x is y for x, y in zip(entries, value, strict=True))
+    return value if unchanged else type(value)(entries)
+
+
+def _was_computed_within(value: Tensor) -> bool | None:
+    """Tell whether ``value`` comes from within a split layer, and let the gradient of what left it pass.
+
+    Returns:
+        nothing if it comes from a compiled block, of which the graph does not tell.
+    """
+    names = set()
+    for node in _nodes_within(value):
+        names.add(node.name())
+        if node.name() == _REFUSED:
+            node.passes = True
+    return None if _COMPILED in names else not names.isdisjoint(_ENTERED)
+
+
+def _nodes_within(value: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph of ``value``, back to where values entered a split layer, or left one whole."""
+    left = [(value.grad_fn, value.output_nr)]
+    seen = set(left)
+    while left:
+        node, output = left.pop()
+        if node is None or node.name() in _WHOLE_AGAIN:
+            continue
+        yield node
+        if node.name() not in _ENTERED:
+            new = [edge for edge in edges_behind(node, output) if edge not in seen]
+            seen.update(new)
+            left += new
+
+
+def _message(name: str, module: nn.Module, tp: int) -> str:
+    return (
+        f"a loss reads what {name} ({type(module).__name__}) returns beside its first output, and what one of {tp} tp "
+        "ranks has there is another value than one process has: of its own heads or features. Only other attention and "
+        "feed-forward layers may read it (and blocks in torch.utils.checkpoint only with use_reentrant=False). Add "
+        f"the rule {wildcard(name)!r}: 'separate' to "
+        "FSDP2Config(tp_plan={'extends': 'model', ...}) and leave whole what gives that value ('replicate'); or return "
+        "value.detach()"
+    )
