@@ -32,6 +32,7 @@ def with_adapters(description: Description) -> PreTrainedModel:
     from accelerate import init_empty_weights
     from peft import get_peft_model
 
+    check_exportable(description)
     model = description.build()
     wrapped: Any = None
     for name in description.adapters:
@@ -54,6 +55,22 @@ def config_of(description: Description, name: str) -> Any:
     from peft import PeftConfig
 
     return PeftConfig.from_peft_type(**json.loads(description.adapters[name]))
+
+
+def check_exportable(description: Description) -> None:
+    """Check that what adapters have learned lies in the layers of the described model.
+
+    Raises:
+        ValueError: for prompts, which lie in peft's model around it.
+    """
+    for name in description.adapters:
+        config = config_of(description, name)
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"export: what {type(config).__name__} of {name!r} learns is not in the layers of "
+                f"{description.architecture}, but in the PeftModel around it; call save_pretrained(directory) of the "
+                "PeftModel in on_train_end, on every rank, instead"
+            )
 
 
 def write_adapters(model: PreTrainedModel, description: Description, fetch: Fetch, directory: Path | None) -> None:

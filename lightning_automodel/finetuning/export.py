@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel.checkpointing.adapters import check_mergeable, merged, with_adapters, write_adapters
+from lightning_automodel.checkpointing.adapters import (
+    check_exportable,
+    check_mergeable,
+    merged,
+    with_adapters,
+    write_adapters,
+)
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
 from lightning_automodel.checkpointing.save_pretrained import check_writable, write_sharded
@@ -52,6 +58,8 @@ class HuggingFaceExport(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses a model that could not be written, before time is spent on training."""
         model = _model_of(pl_module)
+        for description in descriptions_of({DESCRIPTIONS: describe_models(pl_module)}):
+            check_exportable(description)
         if not getattr(model, "peft_config", None):
             check_writable(model)
         elif self.merge:
