@@ -90,8 +90,8 @@ def write_adapted(
     """Writes the adapters of a model whose parameters lie on several ranks, alone or merged: all ranks call."""
     if merge and (already := merged_layers(model)):
         raise ValueError(
-            f"HuggingFaceExport(merge=True): the adapters of {already[0]} are merged into its weights already, and would "
-            "be added twice; call unmerge_adapter() of the PeftModel at the end of what needs them merged"
+            f"HuggingFaceExport(merge=True): the adapters of {already[0]} are merged into its weights already, and "
+            "would be added twice; call unmerge_adapter() of the PeftModel at the end of what needs them merged"
         )
     state = model.state_dict(keep_vars=True)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0

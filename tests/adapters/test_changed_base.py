@@ -15,7 +15,7 @@ from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import Adapted, lora
 from tests.support.layouts import LAYOUTS
 from tests.support.subjects import gather_part
-from tests.support.training import batches, make_trainer, tiny_llama
+from tests.support.training import batches, make_trainer, rows, tiny_llama
 
 STEPS, CHANGES_AT = 4, 1
 CHANGED = "q_proj.base_layer.weight"
@@ -138,3 +138,21 @@ def test_merged_adapters_are_not_saved_with_their_base(tmp_path: Path, pool2: Po
         assert "the adapters of model.base_model.model.model.layers.0.self_attn.q_proj are merged" in message
         assert "on_validation_epoch_end may unmerge" in message
     assert set(pool2.run(evaluate_and_save, tmp_path, "on_validation_epoch_end", trainer=True)) == {""}
+
+
+def logits_merged_and_not(directory: Path) -> tuple[Tensor, Tensor]:
+    """Runs on each rank: of DoRA, whose norms are those of whole rows."""
+    module = Adapted(directory, partial(lora, init_lora_weights=False, use_dora=True), keeps_gradients=False)
+    make_trainer({"tp": 2}, max_steps=2).fit(module, batches(1))
+    found = []
+    with torch.no_grad():
+        for merge in (lambda: None, module.model.merge_adapter):
+            merge()
+            found.append(module.model.eval()(input_ids=rows(2)).logits)
+    return found[0], found[1]
+
+
+def test_dora_merges_where_it_is_split(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    for apart, merged in pool2.run(logits_merged_and_not, tmp_path, trainer=True):
+        torch.testing.assert_close(merged, apart)

@@ -38,8 +38,8 @@ class FrozenBases:
         name = next((name for name in merged_layers(module) if name not in self._merged), None)
         if name is not None:
             raise ValueError(
-                f"save_checkpoint: the adapters of {name} are merged into its weights, and a run that resumes would add "
-                "them once more; call unmerge_adapter() of the PeftModel before (what on_validation_start merges, "
+                f"save_checkpoint: the adapters of {name} are merged into its weights, and a run that resumes would "
+                "add them once more; call unmerge_adapter() of the PeftModel before (what on_validation_start merges, "
                 "on_validation_epoch_end may unmerge: ModelCheckpoint saves behind it), or save_pretrained of what "
                 "merge_and_unload() returns"
             )
