@@ -1,6 +1,7 @@
 """Private names of megatron-fsdp 0.6, each with its reason: which parameters are in place, where backward begins."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -117,3 +118,61 @@ def check_gathers_of_backward(wrapper: Any, check: Callable[[], None]) -> None:
         own(*args, bwd=bwd, **kwargs)
 
     wrapper.all_gather_and_wait_parameters_ready = checked
+
+
+@contextmanager
+def whole_rows() -> Generator[None, None, None]:
+    """Let the library lay out buffers within this context so that no shard ends within a row of a parameter.
+
+    Shards end at multiples of a number that all widths divide. Parameters smaller than that it puts one behind the
+    other, over such an end, too, and the view of a part of a row is an error then: factors of adapters on layers of
+    unlike widths, for example.
+    """
+    from megatron_fsdp import param_and_grad_buffer as library
+
+    own = library.build_data_parallel_buffer_index
+
+    def build(
+        elements: Any,
+        rank: int,
+        ranks: int,
+        is_sharded: bool,
+        config: Any,
+        bucket_id: int = 0,
+        chunk_size_factor: int = 1,
+    ) -> tuple[Any, Any, Any]:
+        found = own(elements, rank, ranks, is_sharded, config, bucket_id, chunk_size_factor)
+        items, bucket, _ = found
+        is_whole = config.data_parallel_sharding_strategy == "no_shard"
+        if is_whole or not any(_cuts_a_row(item, bucket.size // ranks) for item in items.values()):
+            return found
+        end = _move_from_ends(items, chunk_size_factor)
+        size = -(-end // (ranks * chunk_size_factor)) * ranks * chunk_size_factor
+        bucket = bucket._replace(size=size, items=list(items.values()))
+        return items, bucket, library._get_dp_buffer_shard_bucket_index(bucket, is_sharded, ranks, rank)
+
+    library.build_data_parallel_buffer_index = build
+    try:
+        yield
+    finally:
+        library.build_data_parallel_buffer_index = own
+
+
+def _move_from_ends(items: dict[int, Any], chunk: int) -> int:
+    """Move parameters of which a row lies on both sides of a multiple of ``chunk`` behind all others.
+
+    Returns:
+        where the last one ends.
+    """
+    end = max(item.global_data_index + item.size for item in items.values())
+    for key in [key for key, item in items.items() if _cuts_a_row(item, chunk)]:
+        if -end % chunk < items[key].size:
+            end = -(-end // chunk) * chunk
+        items[key] = items[key]._replace(global_data_index=end)
+        end += items[key].size
+    return end
+
+
+def _cuts_a_row(item: Any, chunk: int) -> bool:
+    before = -item.global_data_index % chunk  # elements in front of the first multiple
+    return before < item.size and before % item.shape[1:].numel() != 0

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.modules import own_children, own_parameters
+from lightning_automodel._compat.modules import own_buffers, own_children, own_parameters
+from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers import source_of
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
@@ -26,16 +28,18 @@ _PREFIX = "base_model.model."
 
 
 def with_adapters(description: Description) -> PreTrainedModel:
-    """Build a model with its adapters, without weights, on the meta device."""
+    """Build a model with its adapters, without weights; what adapters hold beside parameters is as peft draws it."""
+    from accelerate import init_empty_weights
     from peft import get_peft_model
 
+    check_exportable(description)
     model = description.build()
     wrapped: Any = None
     for name in description.adapters:
         config = config_of(description, name)
         if hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others begin from weights
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False):
             if wrapped is None:
                 wrapped = get_peft_model(model, config, name)
             else:
@@ -51,6 +55,22 @@ def config_of(description: Description, name: str) -> Any:
     from peft import PeftConfig
 
     return PeftConfig.from_peft_type(**json.loads(description.adapters[name]))
+
+
+def check_exportable(description: Description) -> None:
+    """Check that what adapters have learned lies in the layers of the described model.
+
+    Raises:
+        ValueError: for prompts, which lie in peft's model around it.
+    """
+    for name in description.adapters:
+        config = config_of(description, name)
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"export: what {type(config).__name__} of {name!r} learns is not in the layers of "
+                f"{description.architecture}, but in the PeftModel around it; call save_pretrained(directory) of the "
+                "PeftModel in on_train_end, on every rank, instead"
+            )
 
 
 def write_adapters(model: PreTrainedModel, description: Description, fetch: Fetch, directory: Path | None) -> None:
@@ -146,30 +166,61 @@ def _untie(model: PreTrainedModel, wrappers: Mapping[str, tuple[str, nn.Module]]
 
 
 def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] | None:
-    values = {name: fetch(f"{prefix}.{name}") for name, _ in wrapper.named_parameters()}
-    buffers = {name: fetch(f"{prefix}.{name}") for name in wrapper.state_dict() if name not in values}
-    if any(value is None for value in values.values()):
+    """Merge one layer. Returns its tensors by names without wrappers, or ``None`` in processes that write nothing."""
+    unfilled = dict(wrapper.named_parameters())
+    buffers = {name: value for name, value in wrapper.state_dict(keep_vars=True).items() if name not in unfilled}
+    values = {name: fetch(f"{prefix}.{name}") for name in (*unfilled, *buffers)}
+    if any(values[name] is None for name in unfilled):
         return None
-    for name, parameter in list(wrapper.named_parameters()):
-        value = values[name]
-        assert value is not None
-        if value.shape != parameter.shape:
-            shapes = f"the shape {tuple(value.shape)}, and peft makes {tuple(parameter.shape)}"
+    _fill(prefix, wrapper, {name: value for name, value in values.items() if value is not None})
+    layer: Any = wrapper
+    with _WithValues(prefix, wrapper):
+        while is_wrapper(layer):
+            single_tokens = own_children(layer).get("token_adapter")
+            layer = layer if single_tokens is None else single_tokens
+            layer.merge()
+            layer = layer.base_layer
+    result = {name: tensor.detach() for name, tensor in unwrapped(wrapper).state_dict(keep_vars=True).items()}
+    _fill(prefix, wrapper, {**unfilled, **buffers})
+    return result
+
+
+def _fill(prefix: str, wrapper: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        owner, _, short = name.rpartition(".")
+        module = wrapper.get_submodule(owner)
+        held = module.get_parameter(short) if short in own_parameters(module) else module.get_buffer(short)
+        if value.shape != held.shape:
+            shapes = f"the shape {tuple(value.shape)}, and peft makes {tuple(held.shape)}"
             raise ValueError(
                 f"{prefix}.{name} has {shapes} from the config in the checkpoint; was it changed after that?"
             )
-        owner, _, short = name.rpartition(".")
-        own_parameters(wrapper.get_submodule(owner))[short] = nn.Parameter(value, requires_grad=False)
-    layer: Any = wrapper
-    while is_wrapper(layer):
-        single_tokens = own_children(layer).get("token_adapter")
-        layer = layer if single_tokens is None else single_tokens
-        layer.merge()
-        layer = layer.base_layer
-    result = {name: parameter.detach() for name, parameter in unwrapped(wrapper).named_parameters()}
-    result |= {name_without_wrappers(f".{name}")[1:]: value for name, value in buffers.items() if value is not None}
-    wrapper.to("meta")
-    return result
+        if isinstance(held, nn.Parameter):
+            own_parameters(module)[short] = nn.Parameter(value, requires_grad=False)
+        else:
+            own_buffers(module)[short] = value
+
+
+class _WithValues(TorchDispatchMode):
+    """Refuses operations on tensors that no checkpoint has, and that the config of an adapter does not give.
+
+    They are on the meta device here, and what else takes part may have values.
+    """
+
+    def __init__(self, prefix: str, wrapper: nn.Module) -> None:
+        super().__init__()
+        self.prefix, self.wrapper = prefix, wrapper
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises a ValueError if an operand has no values."""
+        if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves((args, kwargs))):
+            kind = type(self.wrapper)
+            missing = next((name for name, buffer in self.wrapper.named_buffers() if buffer.is_meta), "a tensor")
+            raise ValueError(
+                f"merge: {missing} of {self.prefix} ({kind.__module__}.{kind.__name__}) is in no checkpoint; export "
+                "the adapters alone, and use PeftModel.from_pretrained(base, directory).merge_and_unload()"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _prefixes(name: str) -> Iterator[str]:

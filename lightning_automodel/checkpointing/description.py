@@ -84,10 +84,14 @@ class Description:
 def describe_models(module: nn.Module) -> list[dict[str, Any]]:
     """Describes the outermost Hugging Face models of ``module``, for an entry of a checkpoint."""
     found: dict[str, PreTrainedModel] = {}
+    around: dict[str, Any] = {}
     for name, child in module.named_modules():
         if isinstance(child, PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = child
-    return [asdict(_describe(name, model)) for name, model in found.items()]
+        elif not isinstance(child, PreTrainedModel) and hasattr(child, "save_pretrained"):
+            around[name] = child
+    holders = {name: next((a for n, a in around.items() if name.startswith(f"{n}.")), None) for name in found}
+    return [asdict(_describe(name, model, holders[name])) for name, model in found.items()]
 
 
 def descriptions_of(checkpoint: Mapping[str, Any]) -> list[Description]:
@@ -95,7 +99,9 @@ def descriptions_of(checkpoint: Mapping[str, Any]) -> list[Description]:
     return [Description(**entry) for entry in checkpoint.get(DESCRIPTIONS, [])]
 
 
-def _describe(name: str, model: PreTrainedModel) -> Description:
+def _describe(name: str, model: PreTrainedModel, holder: nn.Module | None) -> Description:
+    """Describe ``model``, whose adapters may lie in its layers, or in the ``holder`` around it (prompts)."""
+    configs = getattr(model, "peft_config", None) or getattr(holder, "peft_config", {})
     generation = model.generation_config if model.can_generate() else None
     return Description(
         name=name,
@@ -103,7 +109,7 @@ def _describe(name: str, model: PreTrainedModel) -> Description:
         config=model.config.to_json_string(use_diff=False),
         generation_config=None if generation is None else generation.to_json_string(),
         source=source_of(model.config),
-        adapters={n: json.dumps(c.to_dict(), default=list) for n, c in getattr(model, "peft_config", {}).items()},
+        adapters={n: json.dumps(c.to_dict(), default=list) for n, c in configs.items()},
         active=tuple(_active(model)),
     )
 

@@ -4,11 +4,14 @@ Only what peft may write is gathered: what wrappers add, what trains, biases, an
 """
 
 import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2 import fsdp_units
@@ -46,10 +49,11 @@ def _save_adapters(
     given = kwargs.pop("state_dict", None)
     check_alike(given, [*args, kwargs])
     whole = _gather_what_peft_writes(model) if given is None else gather(model, given)
+    prompts = _prompts(model)
 
     def write() -> None:
         directory = os.fspath(save_directory)
-        with name_of_code(type(model.get_base_model())):
+        with name_of_code(type(model.get_base_model())), _saved_prompts(model, prompts):
             type(model).save_pretrained(model, directory, *args, is_main_process=True, state_dict=whole, **kwargs)
 
     raise_on_all(write if dist.get_rank() == 0 else lambda: None)
@@ -61,6 +65,26 @@ def _gather_what_peft_writes(model: Any) -> dict[str, Any]:
     frozen = {id(p) for n, p in model.named_parameters() if not (p.requires_grad or n.endswith("bias"))} - wanted
     state = model.state_dict(keep_vars=True)
     return {name: gather_on_rank_zero(as_stored(value)) for name, value in state.items() if id(value) not in frozen}
+
+
+def _prompts(model: Any) -> dict[str, Tensor]:
+    """Compute what prompt encoders save, which they compute: every rank calls them, as it does in training."""
+    learned = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
+    with torch.no_grad():
+        return {name: model.get_prompt_embedding_to_save(name) for name in learned}
+
+
+@contextmanager
+def _saved_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Generator[None, None, None]:
+    """Let ``model`` find ``prompts`` within this context where peft asks it to compute them."""
+    if not prompts:
+        yield
+        return
+    model.get_prompt_embedding_to_save = prompts.__getitem__
+    try:
+        yield
+    finally:
+        del model.get_prompt_embedding_to_save
 
 
 def _tables(model: Any) -> list[nn.Module]:

@@ -9,13 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel.checkpointing.adapters import check_mergeable, merged, with_adapters, write_adapters
+from lightning_automodel.checkpointing.adapters import (
+    check_exportable,
+    check_mergeable,
+    merged,
+    with_adapters,
+    write_adapters,
+)
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
 from lightning_automodel.checkpointing.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
-from lightning_automodel.modules.wrappers import without_wrappers
+from lightning_automodel.modules.wrappers import merged_layers, without_wrappers
 
 
 class HuggingFaceExport(L.Callback):
@@ -52,6 +58,8 @@ class HuggingFaceExport(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses a model that could not be written, before time is spent on training."""
         model = _model_of(pl_module)
+        for description in descriptions_of({DESCRIPTIONS: describe_models(pl_module)}):
+            check_exportable(description)
         if not getattr(model, "peft_config", None):
             check_writable(model)
         elif self.merge:
@@ -80,6 +88,11 @@ def write_adapted(
     merge: bool,
 ) -> None:
     """Writes the adapters of a model whose parameters lie on several ranks, alone or merged: all ranks call."""
+    if merge and (already := merged_layers(model)):
+        raise ValueError(
+            f"HuggingFaceExport(merge=True): the adapters of {already[0]} are merged into its weights already, and "
+            "would be added twice; call unmerge_adapter() of the PeftModel at the end of what needs them merged"
+        )
     state = model.state_dict(keep_vars=True)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     (description,) = descriptions_of({DESCRIPTIONS: describe_models(module)})

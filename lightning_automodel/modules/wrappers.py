@@ -44,6 +44,11 @@ def find_adapted_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, nn.M
             yield wrapper, unwrapped(wrapper), wrapper.parameter_name  # type: ignore[misc]
 
 
+def merged_layers(module: nn.Module) -> list[str]:
+    """Name the wrappers that have added their adapters to the weights of their layers (``merge_adapter`` of peft)."""
+    return [name for name, m in module.named_modules() if is_wrapper(m) and getattr(m, "merged", False) is True]
+
+
 def name_without_wrappers(name: str) -> str:
     """Return the name that a parameter or module of a wrapped layer has in the model without wrappers."""
     return _WRAPPERS.sub("", name)

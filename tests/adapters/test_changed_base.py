@@ -1,10 +1,12 @@
 """A frozen base that a run changes, as ReLoRA does, is in its checkpoints, and in those of the runs that go on."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel.checkpointing.names import stored_names
@@ -14,7 +16,7 @@ from tests.adapters.test_configure_model import Adapted, lora
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
-from tests.support.training import batches, make_trainer, tiny_llama
+from tests.support.training import batches, make_trainer, rows, tiny_llama
 
 STEPS, CHANGES_AT = 4, 1
 CHANGED = "q_proj.base_layer.weight"
@@ -106,3 +108,55 @@ def test_a_base_that_stays_is_not(tmp_path: Path, pool2: Pool) -> None:
     names = pool2.run(names_of_unchanged, tmp_path, trainer=True)[0]
     assert names
     assert not any(".base_layer." in name for name in names)
+
+
+class MergedForEvaluation(Adapted):
+    """Evaluates with adapters that are merged, up to the hook whose name it gets."""
+
+    def __init__(self, directory: Path, unmerges_in: str) -> None:
+        super().__init__(directory, partial(lora, init_lora_weights=False), keeps_gradients=False)
+        setattr(self, unmerges_in, lambda: self.model.unmerge_adapter())
+
+    def on_validation_start(self) -> None:
+        self.model.merge_adapter()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+
+def evaluate_and_save(directory: Path, unmerges_in: str) -> str:
+    """Runs on each rank: what refuses to save; empty if nothing does."""
+    saver = ModelCheckpoint(dirpath=directory / unmerges_in, monitor="loss")
+    trainer = make_trainer({}, max_steps=2, val_check_interval=2, callbacks=[saver], enable_checkpointing=True)
+    try:
+        module = MergedForEvaluation(directory / "base", unmerges_in)
+        trainer.fit(module, batches(2), batches(2))
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_merged_adapters_are_not_saved_with_their_base(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path / "base")
+    for message in pool2.run(evaluate_and_save, tmp_path, "on_validation_end", trainer=True):
+        assert "the adapters of model.base_model.model.model.layers.0.self_attn.q_proj are merged" in message
+        assert "on_validation_epoch_end may unmerge" in message
+    assert set(pool2.run(evaluate_and_save, tmp_path, "on_validation_epoch_end", trainer=True)) == {""}
+
+
+def logits_merged_and_not(directory: Path) -> tuple[Tensor, Tensor]:
+    """Runs on each rank: of DoRA, whose norms are those of whole rows."""
+    module = Adapted(directory, partial(lora, init_lora_weights=False, use_dora=True), keeps_gradients=False)
+    make_trainer({"tp": 2}, max_steps=2).fit(module, batches(1))
+    found = []
+    with torch.no_grad():
+        for merge in (lambda: None, module.model.merge_adapter):
+            merge()
+            found.append(module.model.eval()(input_ids=rows(2)).logits)
+    return found[0], found[1]
+
+
+def test_dora_merges_where_it_is_split(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    for apart, merged in pool2.run(logits_merged_and_not, tmp_path, trainer=True):
+        torch.testing.assert_close(merged, apart)

@@ -148,6 +148,13 @@ def test_adapters_are_exact_on_two_ranks(layout: str, directory: Path, pool2: Po
         assert found[0] <= BOUND, found
 
 
+def test_small_factors_of_layers_of_unlike_widths_end_with_rows(directory: Path, pool2: Pool) -> None:
+    for found in pool2.run(
+        error, "megatron3-dp2", partial(lora, r=2, target_modules=["v_proj", "down_proj"]), directory, trainer=True
+    ):
+        assert found[0] <= BOUND, found
+
+
 def test_adapters_in_float32_beside_a_narrow_base(directory: Path, pool2: Pool) -> None:
     for layout in ("ddp-2", "fsdp2-dp2"):
         adapt = partial(lora, init_lora_weights=False)

@@ -25,6 +25,8 @@ QUICK = [
     ("deepseek_v3", "experts", {"tp": 2}),
     ("phi3", "dora", {"tp": 2}),
     ("gemma3_text", "tokens", {"dp_shard": 2}),
+    ("llama", "oft", {"dp_shard": 2}),
+    ("llama", "randlora", {"dp_shard": 2}),
 ]
 MORE = [
     ("qwen3_moe", "experts", {"tp": 2}),
@@ -36,6 +38,8 @@ MORE = [
     ("gemma3_text", "ends", {"tp": 2}),
     ("gemma3_text", "saved", {"dp_shard": 2}),
     ("llama", "ia3", {"tp": 2}),
+    ("llama", "boft", {"dp_shard": 2}),
+    ("llama", "fourierft", {"dp_shard": 2}),
     ("llama", "tokens of the head", {"dp_shard": 2}),
 ]
 FIELDS: dict[str, dict[str, Any]] = {
@@ -45,6 +49,11 @@ FIELDS: dict[str, dict[str, Any]] = {
         "trainable_token_indices": {"embed_tokens": [3], "lm_head": [5]},
     },
     "bias": {"target_modules": "all-linear", "bias": "lora_only"},
+    "ia3": {"peft_type": "IA3", "r": None},
+    "oft": {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": ["q_proj", "o_proj"]},
+    "boft": {"peft_type": "BOFT", "r": None, "boft_block_size": 4, "target_modules": ["q_proj", "o_proj"]},
+    "randlora": {"peft_type": "RANDLORA", "target_modules": ["q_proj", "o_proj"]},
+    "fourierft": {"peft_type": "FOURIERFT", "r": None, "n_frequency": 20, "target_modules": ["q_proj"]},
 }
 
 
@@ -62,8 +71,8 @@ def logits(model: Any) -> Tensor:
 def trained(method: str, sizes: dict[str, int], directory: Path) -> Tensor:
     """Runs on each rank: logits after three steps, a checkpoint and both exports."""
     torch.manual_seed(3)
-    kind = {"peft_type": "IA3"} if method == "ia3" else {"r": 3}
-    fields = {**METHODS.get(method, {}), **FIELDS.get(method, {}), **kind}
+    given = {"r": 3, **METHODS.get(method, {}), **FIELDS.get(method, {})}
+    fields = {name: value for name, value in given.items() if value is not None}
     optimizer = lambda p: torch.optim.Adam(p, lr=0.05)  # noqa: E731
     module = CausalLM(str(directory / "model"), optimizer=optimizer, lr_scheduler=None, peft=fields)
     callbacks = [

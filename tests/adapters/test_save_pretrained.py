@@ -5,18 +5,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from lightning_automodel.finetuning import HuggingFaceExport
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.adapters.test_configure_model import Adapted, lora
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
-from tests.support.training import batches, make_trainer, tiny_llama
+from tests.support.training import batches, make_trainer, rows, tiny_llama
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"init_lora_weights": False},
@@ -90,3 +93,35 @@ def test_a_conversion_of_adapters_is_refused(tmp_path: Path, nursery: Nursery) -
     tiny_llama(tied=False).save_pretrained(tmp_path)
     for message in Pool(nursery, 2).run(save_otherwise, tmp_path, trainer=True):
         assert "convert in one process" in message
+
+
+class Prompted(Adapted):
+    """Saves a prompt that an encoder computes."""
+
+    def on_train_end(self) -> None:
+        self.model.save_pretrained(self.directory / "prompt")
+
+
+def prompt(base: nn.Module) -> nn.Module:
+    sizes = {"num_virtual_tokens": 3, "prefix_projection": True, "encoder_hidden_size": 8}
+    return peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", **sizes))  # type: ignore[arg-type]
+
+
+def save_prompt(directory: Path) -> tuple[Tensor, str]:
+    """Runs on each rank: logits after training, and what refuses to export the model below the prompt."""
+    module = Prompted(directory, prompt, keeps_gradients=False)
+    make_trainer({}, max_steps=2).fit(module, batches(2))
+    with torch.no_grad():
+        logits = module.model.eval()(input_ids=rows(2)).logits
+    with pytest.raises(ValueError, match="PrefixTuningConfig of 'default' learns is not in the layers") as refusal:
+        make_trainer({}, max_steps=1, callbacks=[HuggingFaceExport(str(directory / "x"))]).fit(module, batches(2))
+    return logits, str(refusal.value)
+
+
+def test_a_prompt_that_is_computed_is_saved(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    expected, refusal = pool2.run(save_prompt, tmp_path, trainer=True)[0]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path / "prompt").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=rows(2)).logits, expected)
+    assert "call save_pretrained(directory) of the PeftModel in on_train_end, on every rank" in refusal

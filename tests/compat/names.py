@@ -183,6 +183,8 @@ ATTRIBUTES = {
         "_current_fx",
     ),
     f"{TRAINER}.connectors.signal_connector:_SignalConnector": ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"),
+    "megatron_fsdp.param_and_grad_buffer:": ("_get_dp_buffer_shard_bucket_index",),
+    "megatron_fsdp.param_and_grad_buffer:TensorItemIndex": ("_replace",),
     "megatron_fsdp.param_and_grad_buffer:GradReducePipeline": ("_bucket_group_gradient_reduce",),
     "megatron_fsdp.megatron_fsdp:MegatronFSDP": (
         "_replace_param_with_distributed_if_needed",

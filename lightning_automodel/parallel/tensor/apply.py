@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -335,6 +335,8 @@ def _install_row_norm(module: nn.Module, group: ProcessGroup) -> None:
     def get_weight_norm(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         with torch.no_grad():  # DoRA takes the norm for a constant
             norm = type(self).get_weight_norm(self, *args, **kwargs)
+            if isinstance(norm, DTensor):  # outside of a forward pass, as merging asks for it: of whole rows
+                return norm
             return reduce_out(norm.float().square(), group).sqrt().to(norm.dtype)
 
     module.get_weight_norm = MethodType(get_weight_norm, module)  # type: ignore[assignment]
