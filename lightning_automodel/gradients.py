@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.tensors import each_norm, multiply_
+from lightning_automodel._compat.torch.tensors import each_norm, multiply_
 
 _EPSILON = 1e-6  # torch's own
 

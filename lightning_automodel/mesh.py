@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel._compat.groups import flatten_axes, set_timeout, unflatten_axis
+from lightning_automodel._compat.torch.groups import flatten_axes, set_timeout, unflatten_axis
 from lightning_automodel.distributed.kept_groups import keep
 
 DP_REPLICATE, DP_SHARD, CP, TP = "dp_replicate", "dp_shard", "cp", "tp"

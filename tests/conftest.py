@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel._compat.fsdp2 import holds_several_dtypes
+from lightning_automodel._compat.fsdp2.units import holds_several_dtypes
 from lightning_automodel.distributed import logs
 from lightning_automodel.testing.pool import Nursery, Pool
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_automodel._compat.profiling import record_memory, write_memory
+from lightning_automodel._compat.torch.profiling import record_memory, write_memory
 from lightning_automodel.callbacks.levers import Answer, Question, ask
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor

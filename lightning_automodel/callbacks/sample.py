@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_automodel._compat.profiling import is_profiling
+from lightning_automodel._compat.torch.profiling import is_profiling
 
 _COLLECTIVES = ("gloo:", "nccl")
 Span = tuple[float, float]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.fsdp2 import Pending, fsdp_units, holds_partial_sums, pending_gradients
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.fsdp2.units import Pending, fsdp_units, holds_partial_sums, pending_gradients
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.states import clean_name
 

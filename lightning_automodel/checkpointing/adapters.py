@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.modules import own_buffers, own_children, own_parameters
-from lightning_automodel._compat.pytree import tree_leaves
-from lightning_automodel._compat.tensors import TorchDispatchMode
-from lightning_automodel._compat.transformers import source_of
+from lightning_automodel._compat.torch.modules import own_buffers, own_children, own_parameters
+from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode
+from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped

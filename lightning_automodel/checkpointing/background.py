@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel._compat.tensors import version_of
+from lightning_automodel._compat.torch.tensors import version_of
 from lightning_automodel.checkpointing.dcp import Held
 from lightning_automodel.checkpointing.folder import Contents, is_of_optimizer, save_folder
 from lightning_automodel.checkpointing.storage import Location

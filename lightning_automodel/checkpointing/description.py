@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from lightning_automodel._compat.transformers import source_of
+from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import is_wrapper
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from lightning_automodel._compat.loading import revert_weight_conversion
+from lightning_automodel._compat.transformers.loading import revert_weight_conversion
 from lightning_automodel.modules.structure import class_names, find_blocks, name_in_source, outermost
 
 INDEX = "model.safetensors.index.json"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.fsdp2 import fsdp_units
-from lightning_automodel._compat.transformers import saves_more_than_weights
+from lightning_automodel._compat.fsdp2.units import fsdp_units
+from lightning_automodel._compat.transformers.models import saves_more_than_weights
 from lightning_automodel.checkpointing.hugging_face import group_names, name_of_code, parse_size, write_pretrained
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.shards import gather_on_rank_zero

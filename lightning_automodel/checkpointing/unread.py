@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_automodel._compat.pytree import tree_map_only
+from lightning_automodel._compat.torch.pytree import tree_map_only
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel._compat.trainer import read_folders
+from lightning_automodel._compat.lightning.trainer import read_folders
 from lightning_automodel.checkpointing.dcp import StoredTensor
 from lightning_automodel.checkpointing.reading import read_sound
 from lightning_automodel.checkpointing.storage import Location

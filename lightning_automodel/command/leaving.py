@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_automodel._compat.groups import shared_store
+from lightning_automodel._compat.torch.groups import shared_store
 
 _PATIENCE = timedelta(seconds=5)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_automodel._compat.tensors import GROUPED_MM, OpOverload, OpOverloadPacket
+from lightning_automodel._compat.torch.tensors import GROUPED_MM, OpOverload, OpOverloadPacket
 
 MODES = ("full", "selective", "submodule")
 SCOPES = ("all", "language", "vision", "audio", "multimodal")

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.groups import shared_store, timeout_of
+from lightning_automodel._compat.torch.groups import shared_store, timeout_of
 from lightning_automodel.distributed.logs import logger
 
 _WARN_AFTER = 10.0  # seconds

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard
 
-from lightning_automodel._compat.groups import all_gather, reduce_scatter
-from lightning_automodel._compat.tensors import written_output
+from lightning_automodel._compat.torch.groups import all_gather, reduce_scatter
+from lightning_automodel._compat.torch.tensors import written_output
 from lightning_automodel.distributed.second_order import is_differentiated
 
 

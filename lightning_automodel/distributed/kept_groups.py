@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.groups import existing_groups, forget_groups_of, has_groups
+from lightning_automodel._compat.torch.groups import existing_groups, forget_groups_of, has_groups
 
 Kept = TypeVar("Kept", DeviceMesh, ProcessGroup)
 

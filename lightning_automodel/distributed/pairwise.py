@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.library import custom_op
 
-from lightning_automodel._compat.groups import group_of_name, timeout_of
+from lightning_automodel._compat.torch.groups import group_of_name, timeout_of
 
 _TAG = 71  # of the first message to a rank and upward, so that no other is taken for one
 

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.groups import reduce_scatter
-from lightning_automodel._compat.tensors import written_output
+from lightning_automodel._compat.torch.groups import reduce_scatter
+from lightning_automodel._compat.torch.tensors import written_output
 from lightning_automodel.distributed.collectives import shard_bounds
 
 Bounds = tuple[int, int]

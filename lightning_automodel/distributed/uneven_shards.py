@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
-from lightning_automodel._compat.tensors import wrapper_tensor
+from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map_only
+from lightning_automodel._compat.torch.tensors import wrapper_tensor
 from lightning_automodel.distributed.boxes import Box
 
 PARTITION = "_partition_of_lightning_automodel"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel._compat.tensors import EACH_NORM
+from lightning_automodel._compat.torch.tensors import EACH_NORM
 
 _NORMS = (Tensor.norm, torch.norm, torch.linalg.vector_norm)
 _ORDERS = {"inf": torch.inf, "fro": 2.0, None: 2.0}

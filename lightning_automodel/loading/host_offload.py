@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import change_tensors, is_offloaded
+from lightning_automodel._compat.dtensor.tensors import change_tensors, is_offloaded
 from lightning_automodel.config import resolve_offload_policy
 
 BACKEND = "cuda:nccl,cpu:gloo"

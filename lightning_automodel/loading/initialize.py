@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.modules import own_buffers, own_parameters
-from lightning_automodel._compat.transformers import is_initialized, kept_in_float16_models
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
+from lightning_automodel._compat.transformers.models import is_initialized, kept_in_float16_models
 from lightning_automodel.distributed.shards import copy_from_whole
 from lightning_automodel.loading.broadcast import broadcast
 from lightning_automodel.loading.host_offload import home_of

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import dtensor_like, is_offloaded, mark_as_offloaded
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.dtensor.tensors import dtensor_like, is_offloaded, mark_as_offloaded
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.distributed.logs import rehearsal
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.loading.whole_values import on_shards, was_written, whole_of

@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.modules import is_persistent, own_buffers, own_parameters
-from lightning_automodel._compat.transformers import mark_as_initialized
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.torch.modules import is_persistent, own_buffers, own_parameters
+from lightning_automodel._compat.transformers.models import mark_as_initialized
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.structure import is_kept_in_float32
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.loading import (
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.transformers.loading import (
     LoadingSteps,
     empty_loading_info,
     patched_pretrained_loading,

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.conversions import (
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.transformers.conversions import (
     ConversionFailed,
     conversion_inputs,
     forget_conversion_error,
     quantizes,
 )
-from lightning_automodel._compat.dtensor import dtensor_like
 from lightning_automodel.distributed.shards import boxes_of, local_tensor
 from lightning_automodel.loading.quantized import set_four_bit
 from lightning_automodel.loading.unread_tensors import UnreadTensor, unread

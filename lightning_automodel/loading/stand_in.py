@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.pytree import tree_map_only
-from lightning_automodel._compat.tensors import wrapper_tensor
+from lightning_automodel._compat.torch.pytree import tree_map_only
+from lightning_automodel._compat.torch.tensors import wrapper_tensor
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.loading.broadcast import broadcast
 

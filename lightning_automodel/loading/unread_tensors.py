@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel._compat.pytree import tree_map_only
-from lightning_automodel._compat.tensors import wrapper_tensor
+from lightning_automodel._compat.torch.pytree import tree_map_only
+from lightning_automodel._compat.torch.tensors import wrapper_tensor
 from lightning_automodel.distributed.boxes import Span
 
 aten: Any = torch.ops.aten

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel._compat.dtensor import dtensor_from, whole_data_goes_to
+from lightning_automodel._compat.dtensor.tensors import dtensor_from, whole_data_goes_to
 from lightning_automodel._compat.peft import whole_layers
-from lightning_automodel._compat.pytree import tree_leaves, tree_map
+from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map
 from lightning_automodel.distributed.boxes import boxes_at
 from lightning_automodel.distributed.shards import copy_from_whole, gather_on_rank_zero, local_shape, local_tensor
 from lightning_automodel.loading.initialize import broadcast

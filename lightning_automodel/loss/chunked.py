@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.tensors import written_output
+from lightning_automodel._compat.torch.tensors import written_output
 from lightning_automodel.distributed.collectives import copy_in, shard_bounds
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets

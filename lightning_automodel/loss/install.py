@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from lightning_automodel._compat.modules import own_children
-from lightning_automodel._compat.transformers import loss_that_was_set
+from lightning_automodel._compat.torch.modules import own_children
+from lightning_automodel._compat.transformers.models import loss_that_was_set
 from lightning_automodel.config import StageSwitches
 from lightning_automodel.distributed.logs import log, log_once
 from lightning_automodel.distributed.sequence_rows import Rows, sum_parts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor_gradients import to_local
+from lightning_automodel._compat.dtensor.gradients import to_local
 from lightning_automodel.distributed.sequence_rows import Rows, gather_whole
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import Ungathered

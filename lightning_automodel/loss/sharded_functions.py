@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel._compat.pytree import tree_leaves, tree_map, tree_map_only
+from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map, tree_map_only
 from lightning_automodel.distributed.collectives import copy_in
 from lightning_automodel.loss.functional import IGNORE_INDEX
 from lightning_automodel.loss.logit_shard import LogitShard

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_automodel._compat.dtensor import whole_shape
-from lightning_automodel._compat.dtensor_gradients import to_local
-from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
+from lightning_automodel._compat.dtensor.gradients import to_local
+from lightning_automodel._compat.dtensor.tensors import whole_shape
+from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.collectives import gather, shard_bounds
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.loss.logit_shard import LogitShard

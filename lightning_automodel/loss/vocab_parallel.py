@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_automodel._compat.dtensor_gradients import to_local
-from lightning_automodel._compat.tensors import assert_async
+from lightning_automodel._compat.dtensor.gradients import to_local
+from lightning_automodel._compat.torch.tensors import assert_async
 from lightning_automodel.distributed.collectives import copy_in, reduce_out, shard_bounds
 from lightning_automodel.distributed.second_order import is_differentiated, refuse_second_order
 from lightning_automodel.loss.passes import Passes

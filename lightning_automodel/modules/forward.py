@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from lightning_automodel._compat.recomputations import surround_recomputations
+from lightning_automodel._compat.torch.recomputations import surround_recomputations
 
 Around = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
 """``(module, forward, args, kwargs)`` to what the module returns."""

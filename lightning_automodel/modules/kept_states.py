@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.dtensor import writes_into
-from lightning_automodel._compat.fake_shapes import is_fake
+from lightning_automodel._compat.dtensor.tensors import writes_into
+from lightning_automodel._compat.fake.shapes import is_fake
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.reachable_code import is_of_library, reachable_code
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import Context, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import find_adapted_parameters

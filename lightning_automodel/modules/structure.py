@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_automodel._compat.transformers import kept_in_all_models
+from lightning_automodel._compat.transformers.models import kept_in_all_models
 from lightning_automodel.modules.chosen import is_chosen_from
 from lightning_automodel.modules.wrappers import unwrapped
 

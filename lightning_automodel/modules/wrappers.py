@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import own_children
+from lightning_automodel._compat.torch.modules import own_children
 
 STEPS = ("base_layer", "token_adapter", "original_module")
 """Names below which a wrapper holds the layer."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import writes_into
-from lightning_automodel._compat.fake import key_of
-from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.tensors import reads_of_data
+from lightning_automodel._compat.dtensor.tensors import writes_into
+from lightning_automodel._compat.fake.ranks import key_of
+from lightning_automodel._compat.fake.shapes import is_fake
+from lightning_automodel._compat.torch.tensors import reads_of_data
 
 State = tuple[int, int, Tensor | None]
 """Writes (and reads of ``.data``, which is written into) and memory of a tensor; its values where they are compared."""

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_automodel._compat.transformers import checkpoint_function, checkpoints_with_cache
+from lightning_automodel._compat.transformers.models import checkpoint_function, checkpoints_with_cache
 from lightning_automodel.config.activation_checkpointing import SCOPES, Mode, Scope, check_checkpointing, scopes_of
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import (

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.compilation import (
+from lightning_automodel._compat.torch.compilation import (
     allow_records_in_checkpoints,
     finds_prepended_hooks,
     overlap_in_compiled_graphs,
 )
-from lightning_automodel._compat.modules import lay_hooks_in_order
-from lightning_automodel._compat.transformers import (
+from lightning_automodel._compat.torch.modules import lay_hooks_in_order
+from lightning_automodel._compat.transformers.models import (
     recording_inside_graph,
     recordings_of_call,
     set_test_of_packing,

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, is_kept_in_float32, outermost
 

@@ -1,6 +1,6 @@
 """Says where a slice of a sharded parameter or gradient is a copy, into which users may write for nothing."""
 
-from lightning_automodel._compat.dtensor_operations import tell_of_copied_views
+from lightning_automodel._compat.dtensor.operations import tell_of_copied_views
 from lightning_automodel.distributed.logs import warn_once
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-from lightning_automodel._compat.fsdp2 import fsdp_units, kept_gathered
+from lightning_automodel._compat.fsdp2.units import fsdp_units, kept_gathered
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading.host_offload import offload_policy_for
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP

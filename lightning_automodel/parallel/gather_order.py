@@ -22,7 +22,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.fsdp2 import fsdp_units, has_replicas, parameter_groups
+from lightning_automodel._compat.fsdp2.units import fsdp_units, has_replicas, parameter_groups
 
 _MOST = 4096  # calls whose layers are remembered
 _BITS = 0x7FFFFF

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.fsdp2 import watch_outputs
-from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.fsdp2.units import watch_outputs
+from lightning_automodel._compat.torch.pytree import tree_leaves
 
 _DEPTH = 4  # of containers in an object
 _ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refers to, and does not hold

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import (
+from lightning_automodel._compat.torch.modules import (
     backward_hooks_of,
     gradient_hooks_of,
     hook_tables_of,

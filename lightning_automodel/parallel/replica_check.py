@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_automodel._compat.modules import is_persistent, own_buffers
+from lightning_automodel._compat.torch.modules import is_persistent, own_buffers
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.replica_checksums import INTEGERS, Comparison, Replicas, checksums
 

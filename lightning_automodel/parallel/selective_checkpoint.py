@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lightning_automodel._compat.tensors import TorchDispatchMode
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode
 from lightning_automodel.config.activation_checkpointing import ALTERNATE, ATTENTION, MATMUL, ROUTING, operations_of
 
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]

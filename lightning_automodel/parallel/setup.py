@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel._compat.modules import hooks_after_accumulation_kept
+from lightning_automodel._compat.torch.modules import hooks_after_accumulation_kept
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.parallel.fsdp2.shard_unit import FullyShard

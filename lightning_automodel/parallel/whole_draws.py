@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_automodel._compat.dtensor import dtensor_from
-from lightning_automodel._compat.dtensor_operations import handle_draws
-from lightning_automodel._compat.pytree import tree_leaves, tree_map_only
+from lightning_automodel._compat.dtensor.operations import handle_draws
+from lightning_automodel._compat.dtensor.tensors import dtensor_from
+from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.boxes import boxes_at
 from lightning_automodel.distributed.random_numbers import generator_of
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor

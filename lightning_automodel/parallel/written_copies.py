@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from torch import Tensor
 
-from lightning_automodel._compat.dtensor import writes_into
+from lightning_automodel._compat.dtensor.tensors import writes_into
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.writes import State, Writes
 

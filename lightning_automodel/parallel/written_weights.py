@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel._compat.fsdp2 import gathered_parameters
+from lightning_automodel._compat.fsdp2.units import gathered_parameters
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 from lightning_automodel.modules.writes import State, Writes

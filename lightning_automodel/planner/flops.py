@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.fake import fake_device
-from lightning_automodel._compat.tensors import EagerMode, name_of_operation
-from lightning_automodel._compat.transformers import use_kernels_with_formulas
+from lightning_automodel._compat.fake.ranks import fake_device
+from lightning_automodel._compat.torch.tensors import EagerMode, name_of_operation
+from lightning_automodel._compat.transformers.models import use_kernels_with_formulas
 from lightning_automodel.modules.structure import find_blocks, text_config
 from lightning_automodel.planner.formulas import formula_of
 from lightning_automodel.planner.layers import MOST_KINDS, Kinds, cut_model, kinds_of

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_automodel._compat.fake import packet_of
-from lightning_automodel._compat.tensors import GROUPED_MM
+from lightning_automodel._compat.fake.ranks import packet_of
+from lightning_automodel._compat.torch.tensors import GROUPED_MM
 
 
 def formula_of(operation: Any) -> Callable[..., int] | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
-from lightning_automodel._compat.fake import fake_device, fake_world
+from lightning_automodel._compat.fake.ranks import fake_device, fake_world
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import MeshSizes, build_mesh
 from lightning_automodel.parallelizer import parallelize

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel._compat.dtensor import StridedShard
-from lightning_automodel._compat.fsdp2 import fsdp_units
-from lightning_automodel._compat.modules import own_buffers
-from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.dtensor.tensors import StridedShard
+from lightning_automodel._compat.fsdp2.units import fsdp_units
+from lightning_automodel._compat.torch.modules import own_buffers
+from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
 from lightning_automodel.loss.rounds import going_through
 from lightning_automodel.mesh import axis, names_of_axes

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_automodel._compat.fake import group_of, is_wrapper, key_of
-from lightning_automodel._compat.fake_cuda import ASKS_DEVICE, device_for_kernels
-from lightning_automodel._compat.pytree import tree_leaves
-from lightning_automodel._compat.tensors import EagerMode, name_of_operation, without_functions
+from lightning_automodel._compat.fake.cuda import ASKS_DEVICE, device_for_kernels
+from lightning_automodel._compat.fake.ranks import group_of, is_wrapper, key_of
+from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel._compat.torch.tensors import EagerMode, name_of_operation, without_functions
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.planner.formulas import formula_of
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor import StridedShard, strided_shard
-from lightning_automodel._compat.modules import own_children
+from lightning_automodel._compat.dtensor.tensors import StridedShard, strided_shard
+from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.four_bit import four_bit_layers
 from lightning_automodel.modules.wrappers import STEPS, is_wrapper, name_without_wrappers, unwrapped
 

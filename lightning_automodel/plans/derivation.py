@@ -3,7 +3,7 @@
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, without_wrappers
 from lightning_automodel.plans.adapters import Wrapped

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.structure import class_names, find_blocks, find_towers, outermost, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers, without_wrappers

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from lightning_automodel._compat.transformers import attention_of
+from lightning_automodel._compat.transformers.models import attention_of
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.reachable_code import names_in
 

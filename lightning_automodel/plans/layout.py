@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.structure import (
     CONTAINERS,
     KEY_VALUE_PROJECTIONS,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.torch.pytree import tree_leaves
 
 IsZero = Callable[[Tensor], bool]
 

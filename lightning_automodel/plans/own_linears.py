@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel._compat.dtensor import StridedShard
-from lightning_automodel._compat.modules import own_buffers, own_parameters
+from lightning_automodel._compat.dtensor.tensors import StridedShard
+from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.plans.known_code import KNOWN, is_known
 from lightning_automodel.plans.styles import Style

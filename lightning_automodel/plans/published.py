@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.transformers import plan_of_class
+from lightning_automodel._compat.transformers.models import plan_of_class
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_automodel._compat.modules import own_children
+from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.structure import CONTAINERS, class_names, text_config
 from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 from lightning_automodel.plans.styles import Leave, Style

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor import strided_shard
+from lightning_automodel._compat.dtensor.tensors import strided_shard
 
 
 class Enter(Enum):

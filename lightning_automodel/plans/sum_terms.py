@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.structure import CONTAINERS, outermost
 from lightning_automodel.plans.known_code import is_known, works_across_features
 from lightning_automodel.plans.linearity import Kind

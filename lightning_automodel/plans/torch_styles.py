@@ -78,7 +78,7 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
 def _local_of_partial(stored: DTensor) -> Tensor:
     """Show the local tensor of a whole parameter, whose gradient is a rank's term of the sum over tp.
 
-    The gradient is a product, which is nobody else's (see ``own`` of ``_compat/dtensor_gradients.py``) in compiled
+    The gradient is a product, which is nobody else's (see ``own`` of ``_compat/dtensor/gradients.py``) in compiled
     models, too: compilers take copies out of their graphs.
     """
     return scale_gradient(stored.to_local(grad_placements=[Partial()]), 1.0)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.four_bit import four_bit_layers
 from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, configs_of_layers, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers

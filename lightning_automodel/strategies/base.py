@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import optimizers_to_device
-from lightning_automodel._compat.modules import have_gradient_hooks
-from lightning_automodel._compat.trainer import (
+from lightning_automodel._compat.lightning.modules import optimizers_to_device
+from lightning_automodel._compat.lightning.trainer import (
     average_rate_search,
     begin_next_epoch,
     bring_own_precision,
@@ -28,6 +27,7 @@ from lightning_automodel._compat.trainer import (
     skips_backward,
     tell_savers_of_resume,
 )
+from lightning_automodel._compat.torch.modules import have_gradient_hooks
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks

@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.compile import to_uncompiled
 
-from lightning_automodel._compat.lightning import is_compiled
+from lightning_automodel._compat.lightning.modules import is_compiled
 from lightning_automodel.distributed.logs import warn_once
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import default_timeout
+from lightning_automodel._compat.lightning.modules import default_timeout
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.loading.initialize import broadcast_weights

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel._compat.optimization import leaves_steps_out
-from lightning_automodel._compat.tensors import each_norm
+from lightning_automodel._compat.torch.optimization import leaves_steps_out
+from lightning_automodel._compat.torch.tensors import each_norm
 from lightning_automodel.distributed.arriving import Arriving
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.dtensor import is_offloaded, root_mesh
-from lightning_automodel._compat.fsdp2 import follow_what_trains, fsdp_units
-from lightning_automodel._compat.fsdp2_reduction import reduce_what_waits
-from lightning_automodel._compat.lightning import default_timeout, set_device
-from lightning_automodel._compat.modules import hooks_after_accumulation_kept
+from lightning_automodel._compat.dtensor.tensors import is_offloaded, root_mesh
+from lightning_automodel._compat.fsdp2.reduction import reduce_what_waits
+from lightning_automodel._compat.fsdp2.units import follow_what_trains, fsdp_units
+from lightning_automodel._compat.lightning.modules import default_timeout, set_device
+from lightning_automodel._compat.torch.modules import hooks_after_accumulation_kept
 from lightning_automodel.checkpointing.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_automodel._compat.modules import hooks_of
-from lightning_automodel._compat.trainer import skips_backward
+from lightning_automodel._compat.lightning.trainer import skips_backward
+from lightning_automodel._compat.torch.modules import hooks_of
 from lightning_automodel.modules.reachable_code import is_of_library, names_in, objects_of, reachable_code, strings_in
 
 REDUCED_EACH_TIME = "on_after_backward or backward names gradients, so they are reduced at every micro-batch"

@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_automodel._compat.lightning import throughputs_of
+from lightning_automodel._compat.lightning.modules import throughputs_of
 from lightning_automodel.distributed.collectives import gather_in
 from lightning_automodel.strategies.metric_states import reduce_metrics_over
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel._compat.optimization import GradScaler
+from lightning_automodel._compat.torch.optimization import GradScaler
 from lightning_automodel.gradients import to_local_if_dtensor
 
 

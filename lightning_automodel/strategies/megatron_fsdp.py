@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import default_timeout
+from lightning_automodel._compat.lightning.modules import default_timeout
 from lightning_automodel.checkpointing.folder import GRADIENTS
 from lightning_automodel.checkpointing.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import MegatronFSDPConfig

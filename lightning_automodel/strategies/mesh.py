@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import destroy_groups_at_exit, set_device_mesh
-from lightning_automodel._compat.strategies import LaunchedStrategy
+from lightning_automodel._compat.lightning.modules import destroy_groups_at_exit, set_device_mesh
+from lightning_automodel._compat.lightning.strategies import LaunchedStrategy
 from lightning_automodel.distributed.kept_groups import begin_run, note_failure
 from lightning_automodel.mesh import CP_TP, DP, DP_CP, TP, MeshSizes, axis, share_mesh
 from lightning_automodel.parallel.replica_check import check_replicas

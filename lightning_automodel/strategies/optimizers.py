@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel._compat.optimization import no_step_hooks
+from lightning_automodel._compat.torch.optimization import no_step_hooks
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.uneven_shards import PARTITION
 from lightning_automodel.gradients import to_local_if_dtensor

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel._compat.tensors import after_backward
+from lightning_automodel._compat.torch.tensors import after_backward
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel._compat.modules import (
+from lightning_automodel._compat.torch.modules import (
     gradient_hooks_of,
     hooks_after_accumulation,
     parameters_of,
     wrap_gradient_hooks,
     wrap_hooks_after_accumulation,
 )
-from lightning_automodel._compat.tensors import after_backward, is_accumulated_now
+from lightning_automodel._compat.torch.tensors import after_backward, is_accumulated_now
 from lightning_automodel.parallel.hooks_of_users import is_of_user
 from lightning_automodel.strategies.replica_gradients import average
 

@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning import check_all_reduced, register_comm_hook
-from lightning_automodel._compat.modules import parameters_of
-from lightning_automodel._compat.strategies import expect_first_step
+from lightning_automodel._compat.lightning.modules import check_all_reduced, register_comm_hook
+from lightning_automodel._compat.lightning.strategies import expect_first_step
+from lightning_automodel._compat.torch.modules import parameters_of
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.base import SharedHooks

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel._compat.fsdp2 import unreduced_parameter
-from lightning_automodel._compat.fsdp2_reduction import some_wait
+from lightning_automodel._compat.fsdp2.reduction import some_wait
+from lightning_automodel._compat.fsdp2.units import unreduced_parameter
 
 _WRITTEN = (
     "a forward pass writes into a parameter, in the place of which it sees a slice of tensor parallelism. Compute "

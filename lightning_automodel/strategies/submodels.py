@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.compilation import OptimizedModule, unwrap_compiled
+from lightning_automodel._compat.torch.compilation import OptimizedModule, unwrap_compiled
 from lightning_automodel.config import LEVERS_OF_BLOCKS, SWITCHES_OF_LOSS, StageSwitches
 from lightning_automodel.config.switches import changed_fields
 from lightning_automodel.distributed.logs import warn_once

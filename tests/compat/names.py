@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 import lightning_automodel
 
 PACKAGE = Path(lightning_automodel.__file__).parent
-COMPAT = sorted((PACKAGE / "_compat").glob("*.py"))
+COMPAT = sorted((PACKAGE / "_compat").rglob("*.py"))
 
 PL, TRAINER = "lightning.pytorch", "lightning.pytorch.trainer"
 SET_TIMEOUT = "set_timeout" if hasattr(distributed_c10d, "set_timeout") else "_set_pg_timeout"

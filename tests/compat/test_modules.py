@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from lightning_automodel._compat.modules import parameters_of
+from lightning_automodel._compat.torch.modules import parameters_of
 
 
 def test_parameters_are_those_of_torch_in_its_order() -> None:

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_automodel import mesh as meshes
-from lightning_automodel._compat import fsdp2
-from lightning_automodel._compat.dtensor import strided_shard
-from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_local
-from lightning_automodel._compat.fsdp2 import parameter_groups
-from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
-from lightning_automodel._compat.modules import lay_hooks_in_order
-from lightning_automodel._compat.transformers import recorded_outputs
+from lightning_automodel._compat.dtensor.gradients import see_to_gradients_of_local
+from lightning_automodel._compat.dtensor.tensors import strided_shard
+from lightning_automodel._compat.fsdp2 import units as fsdp2
+from lightning_automodel._compat.fsdp2.reduction import reduce_what_any_rank_has
+from lightning_automodel._compat.fsdp2.units import parameter_groups
+from lightning_automodel._compat.torch.modules import lay_hooks_in_order
+from lightning_automodel._compat.transformers.models import recorded_outputs
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.install import _LOSSES
 from lightning_automodel.parallel.fsdp2.sharding import needs_no_sharding

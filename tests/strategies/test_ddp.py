@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
-from lightning_automodel._compat.modules import hooks_after_accumulation
+from lightning_automodel._compat.torch.modules import hooks_after_accumulation
 from lightning_automodel.loading import safetensors as file_slices
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients

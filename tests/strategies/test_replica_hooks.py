@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from lightning_automodel import DDPConfig, DDPStrategy
-from lightning_automodel._compat.modules import gradient_hooks_of
+from lightning_automodel._compat.torch.modules import gradient_hooks_of
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_ddp import worst
 from tests.support.training import Recorder, make_trainer, whole, whole_parameters, world_size

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
-from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode, name_of_operation
 from lightning_automodel.callbacks import Health, Throughput
 from lightning_automodel.finetuning import CausalLM
 from lightning_automodel.testing.pool import Pool

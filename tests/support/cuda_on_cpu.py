@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron_fsdp import param_and_grad_buffer
 
-from lightning_automodel._compat.fake_cuda import CPU, Event, Stream
+from lightning_automodel._compat.fake.cuda import CPU, Event, Stream
 from lightning_automodel.parallel.megatron_fsdp import device
 
 coalescing_manager = param_and_grad_buffer._coalescing_manager

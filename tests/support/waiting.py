@@ -7,8 +7,8 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_automodel._compat.fake_cuda import told_to_autograd, without_cuda
-from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.fake.cuda import told_to_autograd, without_cuda
+from lightning_automodel._compat.torch.pytree import tree_leaves
 
 
 @contextmanager

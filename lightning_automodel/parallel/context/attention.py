@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel._compat.attention import MASKS_ARE_TENSORS, route_attention
-from lightning_automodel._compat.transformers import attention_of
+from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS, route_attention
+from lightning_automodel._compat.transformers.models import attention_of
 from lightning_automodel.distributed.sequence_rows import Rows
 from lightning_automodel.modules.forward import recomputation_context
 from lightning_automodel.modules.structure import class_names

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_automodel._compat.attention import flash_backward, flash_forward, has_flash
+from lightning_automodel._compat.transformers.attention import flash_backward, flash_forward, has_flash
 from lightning_automodel.distributed.sequence_rows import Rows, join_rows, sum_rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_automodel._compat.tensors import without_modes
+from lightning_automodel._compat.torch.tensors import without_modes
 from lightning_automodel.distributed.sequence_rows import Bounds, Rows, gather_parts
 from lightning_automodel.parallel.context.attention_call import AttentionCall
 from lightning_automodel.parallel.context.causal import attend_causally, can_merge

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
-from lightning_automodel._compat.attention import route_masks
+from lightning_automodel._compat.transformers.attention import route_masks
 from lightning_automodel.distributed.sequence_rows import Rows, join_rows
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import dtensor_from
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.dtensor.tensors import dtensor_from
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.mesh import ExpertAxes
 from lightning_automodel.modules.forward import SharedByCopies, wrap_forward

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.transformers import experts_run_eagerly
+from lightning_automodel._compat.fake.shapes import is_fake
+from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel._compat.transformers.models import experts_run_eagerly
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.wrappers import unwrapped

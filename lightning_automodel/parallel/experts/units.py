@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from lightning_automodel._compat.fsdp2 import gather_unwatched, relabel
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.fsdp2.units import gather_unwatched, relabel
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.experts import experts_of_rank

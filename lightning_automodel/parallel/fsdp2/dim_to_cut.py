@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_automodel._compat.dtensor import StridedShard
+from lightning_automodel._compat.dtensor.tensors import StridedShard
 
 
 @dataclass(frozen=True)

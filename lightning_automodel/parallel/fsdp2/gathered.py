@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_automodel._compat.clearing import clear_with_others
-from lightning_automodel._compat.dtensor import take_given_data, times_data_was_given
-from lightning_automodel._compat.fsdp2 import (
+from lightning_automodel._compat.dtensor.tensors import take_given_data, times_data_was_given
+from lightning_automodel._compat.fsdp2.gathers import forget_gathered_ahead
+from lightning_automodel._compat.fsdp2.units import (
     clear_behind_copies,
     disagreeing_parameters,
     fsdp_units,
@@ -24,8 +24,8 @@ from lightning_automodel._compat.fsdp2 import (
     note_what_trains,
     replaced_parameters,
 )
-from lightning_automodel._compat.fsdp2_gathers import forget_gathered_ahead
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.clearing import clear_with_others
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.parameter_swap import describe_replaced, stands_for_parameter
 from lightning_automodel.modules.structure import class_names

@@ -7,9 +7,9 @@ messages, and the system hands out buffers of that size page by page: of a step 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.fsdp2 import fsdp_units
-from lightning_automodel._compat.fsdp2_gathers import gather_by
-from lightning_automodel._compat.fsdp2_scatters import scatter_by
+from lightning_automodel._compat.fsdp2.gathers import gather_by
+from lightning_automodel._compat.fsdp2.scatters import scatter_by
+from lightning_automodel._compat.fsdp2.units import fsdp_units
 from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo, reduce_scatter
 
 

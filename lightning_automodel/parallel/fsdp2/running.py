@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel._compat.fsdp2.units import fsdp_units
 
 
 def set_prefetch(

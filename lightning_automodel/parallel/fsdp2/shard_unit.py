@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightning_automodel._compat.fsdp2 import add_parameter_group, check_dtypes
-from lightning_automodel._compat.fsdp2_failures import go_on_after_failures
-from lightning_automodel._compat.fsdp2_gathers import gather_trainable
-from lightning_automodel._compat.fsdp2_in_place import use_in_place
-from lightning_automodel._compat.fsdp2_reduction import reduce_what_any_rank_has
-from lightning_automodel._compat.fsdp2_scalars import Place, keep_scalars_whole, rows_of_scalar
-from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.pytree import tree_leaves
-from lightning_automodel._compat.transformers import record_as_before
+from lightning_automodel._compat.fsdp2.failures import go_on_after_failures
+from lightning_automodel._compat.fsdp2.gathers import gather_trainable
+from lightning_automodel._compat.fsdp2.in_place import use_in_place
+from lightning_automodel._compat.fsdp2.reduction import reduce_what_any_rank_has
+from lightning_automodel._compat.fsdp2.scalars import Place, keep_scalars_whole, rows_of_scalar
+from lightning_automodel._compat.fsdp2.units import add_parameter_group, check_dtypes
+from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel._compat.transformers.models import record_as_before
 from lightning_automodel.parallel.fsdp2.dim_to_cut import DimToCut
 from lightning_automodel.parallel.gather_order import note_reduction
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.dtensor import let_data_be_given
-from lightning_automodel._compat.dtensor_gradients import see_to_gradients_of_local
-from lightning_automodel._compat.fsdp2 import holds_several_dtypes
-from lightning_automodel._compat.fsdp2_root import begin_with_root
-from lightning_automodel._compat.groups import concatenated_once
-from lightning_automodel._compat.optimization import orthogonalize_whole_matrices
+from lightning_automodel._compat.dtensor.gradients import see_to_gradients_of_local
+from lightning_automodel._compat.dtensor.tensors import let_data_be_given
+from lightning_automodel._compat.fsdp2.root import begin_with_root
+from lightning_automodel._compat.fsdp2.units import holds_several_dtypes
+from lightning_automodel._compat.torch.groups import concatenated_once
+from lightning_automodel._compat.torch.optimization import orthogonalize_whole_matrices
 from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.install import defers_logits
 from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_input_embedding, outermost

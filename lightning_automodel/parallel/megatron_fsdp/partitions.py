@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor_operations import refuse_gathering, watch_reductions
+from lightning_automodel._compat.dtensor.operations import refuse_gathering, watch_reductions
 from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import to_local_if_dtensor

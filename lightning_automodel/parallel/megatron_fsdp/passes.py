@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.megatron_fsdp import check_gathers_of_backward
-from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.tensors import (
+from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel._compat.torch.tensors import (
     after_backward,
     is_accumulated_now,
     is_in_backward,

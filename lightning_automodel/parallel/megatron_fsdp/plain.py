@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, outermost
 from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take_rows

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.dtensor import count_writes_through_data, writes_into
+from lightning_automodel._compat.dtensor.tensors import count_writes_through_data, writes_into
 from lightning_automodel._compat.megatron_fsdp import (
     abandon_pass,
     use_parameters_of_optimizer,

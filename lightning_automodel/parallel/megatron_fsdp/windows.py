@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel._compat.clearing import clear_with_others
+from lightning_automodel._compat.torch.clearing import clear_with_others
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.gradients import to_local_if_dtensor

@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, shard_bounds, split
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import wrap_forward

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.fsdp2_hooks import edges_behind
-from lightning_automodel._compat.pytree import tree_map
-from lightning_automodel._compat.tensors import is_in_backward
+from lightning_automodel._compat.fsdp2.hooks import edges_behind
+from lightning_automodel._compat.torch.pytree import tree_map
+from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient
 from lightning_automodel.parallel.tensor.stream import is_float
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now

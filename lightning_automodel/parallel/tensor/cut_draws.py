@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.tensors import name_of_operation
+from lightning_automodel._compat.torch.tensors import name_of_operation
 from lightning_automodel.distributed.collectives import gather, shard_bounds
 from lightning_automodel.parallel.tensor.twins import place_of_shape
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_automodel._compat.dtensor_gradients import gradient_from, gradient_spec, local_of, own
-from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.tensors import version_of
+from lightning_automodel._compat.dtensor.gradients import gradient_from, gradient_spec, local_of, own
+from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel._compat.torch.tensors import version_of
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient, summed
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost

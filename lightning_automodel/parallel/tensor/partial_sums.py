@@ -23,8 +23,8 @@ from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel._compat.modules import own_parameters
-from lightning_automodel._compat.tensors import base_of
+from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.parallel.tensor.cut_features import CutFeatures
 from lightning_automodel.parallel.tensor.trials import Trial

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.transformers import recorded_outputs, recordings_of_call
+from lightning_automodel._compat.transformers.models import recorded_outputs, recordings_of_call
 from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.structure import class_names, outermost

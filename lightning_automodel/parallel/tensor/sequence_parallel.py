@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightning_automodel._compat.tensors import is_in_backward
+from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, split
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation

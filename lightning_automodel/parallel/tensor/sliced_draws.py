@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.tensors import TorchDispatchMode, name_of_operation
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode, name_of_operation
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.random_numbers import drawing_aside, generator_states, restore_generators
 from lightning_automodel.modules.forward import Context, keep_for_recomputation, wrap_forward

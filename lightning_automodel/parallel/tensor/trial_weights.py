@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from lightning_automodel._compat.modules import own_parameters
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take_rows
 from lightning_automodel.plans import Layout, ParameterLayout

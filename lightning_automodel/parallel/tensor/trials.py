@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.pytree import tree_map
-from lightning_automodel._compat.tensors import TorchDispatchMode, version_of, without_modes
+from lightning_automodel._compat.fake.shapes import is_fake
+from lightning_automodel._compat.torch.pytree import tree_map
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
 from lightning_automodel.parallel.tensor.beside import beside, note_whole

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lightning_automodel._compat.modules import own_buffers, own_parameters, remove_hooks
-from lightning_automodel._compat.tensors import TorchDispatchMode, argument_of
-from lightning_automodel._compat.transformers import use_kernels_without_memory
+from lightning_automodel._compat.torch.modules import own_buffers, own_parameters, remove_hooks
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode, argument_of
+from lightning_automodel._compat.transformers.models import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
 from lightning_automodel.parallel.activation_checkpoint import without_cache
 

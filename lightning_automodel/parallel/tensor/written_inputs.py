@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.tensors import TorchDispatchMode, base_of, name_of_operation, version_of
+from lightning_automodel._compat.torch.tensors import TorchDispatchMode, base_of, name_of_operation, version_of
 from lightning_automodel.distributed.collectives import shard_bounds
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import SharedByCopies, wrap_forward

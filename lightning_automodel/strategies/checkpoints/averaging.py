@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_automodel._compat.dtensor import dtensor_like
-from lightning_automodel._compat.strategies import ExchangedAveraging, ExchangedStochasticAveraging
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.lightning.strategies import ExchangedAveraging, ExchangedStochasticAveraging
 from lightning_automodel.checkpointing.dcp import fetch
 from lightning_automodel.checkpointing.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state

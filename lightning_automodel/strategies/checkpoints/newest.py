@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_automodel._compat.trainer import (
+from lightning_automodel._compat.lightning.trainer import (
     checkpoint_folder,
     checkpoint_path_of,
     replace_checkpoint_path,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel._compat.modules import incompatible_keys
+from lightning_automodel._compat.torch.modules import incompatible_keys
 
 Restore = Callable[[nn.Module, Mapping[str, Any], bool], None]
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_automodel._compat import plateaus
+from lightning_automodel._compat.lightning import plateaus
 
 MONITORED = "monitored_numbers"
 """Entry of a checkpoint of a run with such a schedule."""

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.progress import (
+from lightning_automodel._compat.lightning.progress import (
     before_first_batch,
     is_within_batch,
     loops_before_step,
     training_loader,
 )
-from lightning_automodel._compat.trainer import checkpoint_path_of, is_accumulating
+from lightning_automodel._compat.lightning.trainer import checkpoint_path_of, is_accumulating
 from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
 from lightning_automodel.checkpointing.background import BackgroundSaver
 from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models

@@ -42,8 +42,8 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_automodel._compat.datasets import is_split_by_node
-from lightning_automodel._compat.lightning import add_worker_init_fn
-from lightning_automodel._compat.trainer import overfits, replace_sampler_choice, uses_distributed_sampler
+from lightning_automodel._compat.lightning.modules import add_worker_init_fn
+from lightning_automodel._compat.lightning.trainer import overfits, replace_sampler_choice, uses_distributed_sampler
 
 
 class ShareOfStream(IterableDataset):

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_automodel._compat.progress import (
+from lightning_automodel._compat.lightning.progress import (
     cycles,
     end_epoch,
     is_stateful,
@@ -38,7 +38,7 @@ from lightning_automodel._compat.progress import (
     set_batches_through,
     set_sampler_epoch,
 )
-from lightning_automodel._compat.trainer import uses_distributed_sampler
+from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.data.samplers import SharedOrder, divides_itself, share_of_loader
 

@@ -11,8 +11,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_automodel._compat.evaluation_loops import METRIC_CACHE, EvaluationLoop, discarded_logs
-from lightning_automodel._compat.lightning import call_strategy_hook
+from lightning_automodel._compat.lightning.evaluation_loops import METRIC_CACHE, EvaluationLoop, discarded_logs
+from lightning_automodel._compat.lightning.modules import call_strategy_hook
 
 DEPTH = 2  # of containers in containers: `self.outputs[dataloader_idx].append(...)`
 

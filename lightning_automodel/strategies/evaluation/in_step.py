@@ -38,7 +38,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_automodel._compat.evaluation_loops import (
+from lightning_automodel._compat.lightning.evaluation_loops import (
     EvaluationLoop,
     PrefetchDataFetcher,
     end_loader,

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from lightning_automodel._compat.groups import address_of, open_store
+from lightning_automodel._compat.torch.groups import address_of, open_store
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.strategies.faults.failures import describe_collective, is_of_backend
 

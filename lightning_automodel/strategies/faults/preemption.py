@@ -29,8 +29,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from lightning_automodel._compat.interruption import SignalHandling, make_resumable, requeue_path, save_as_last
-from lightning_automodel._compat.trainer import is_accumulating
+from lightning_automodel._compat.lightning.interruption import (
+    SignalHandling,
+    make_resumable,
+    requeue_path,
+    save_as_last,
+)
+from lightning_automodel._compat.lightning.trainer import is_accumulating
 from lightning_automodel.distributed.kept_groups import keep
 
 AtOnce = Callable[[], AbstractContextManager[None]]

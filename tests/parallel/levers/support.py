@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2.units import parameter_groups
 from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.parallel.random_passes import draw_from
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel._compat.compilation import overlap_in_compiled_graphs
+from lightning_automodel._compat.torch.compilation import overlap_in_compiled_graphs
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed import logs
 from lightning_automodel.mesh import build_mesh, resolve_sizes

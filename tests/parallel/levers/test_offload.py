@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from lightning_automodel._compat.dtensor import is_offloaded
-from lightning_automodel._compat.lightning import destroy_groups, destroy_groups_at_exit
+from lightning_automodel._compat.dtensor.tensors import is_offloaded
+from lightning_automodel._compat.lightning.modules import destroy_groups, destroy_groups_at_exit
 from lightning_automodel.config import resolve_offload_policy
 from lightning_automodel.loading.host_offload import BACKEND, move, offload_policy_for
 from lightning_automodel.mesh import build_mesh, resolve_sizes

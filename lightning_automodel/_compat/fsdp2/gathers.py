@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2.units import parameter_groups
 
 Gather = Callable[[list[Tensor], list[Tensor], ProcessGroup], None]
 """gathers inputs [n] of all ranks in outputs [ranks * n], pair by pair"""

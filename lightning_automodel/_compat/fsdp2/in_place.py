@@ -20,9 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_automodel._compat.fsdp2 import has_replicas, parameter_groups
-from lightning_automodel._compat.fsdp2_gathers import GATHERED, Gathers, is_to_gather, show_changes
-from lightning_automodel._compat.fsdp2_waiting import add_up, clear_gradient_of, gradient_of, was_gathered
+from lightning_automodel._compat.fsdp2.gathers import GATHERED, Gathers, is_to_gather, show_changes
+from lightning_automodel._compat.fsdp2.units import has_replicas, parameter_groups
+from lightning_automodel._compat.fsdp2.waiting import add_up, clear_gradient_of, gradient_of, was_gathered
 
 _GRADIENT_DTYPES = "_set_unsharded_grad_dtypes"
 """from torch 2.15 on: lets autograd widen the gradients of further micro-batches"""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_automodel._compat.fsdp2 import fsdp_units
+from lightning_automodel._compat.fsdp2.units import fsdp_units
 
 
 def begin_with_root(root: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lightning_automodel._compat.fsdp2 import parameter_groups, set_spec
+from lightning_automodel._compat.fsdp2.units import parameter_groups, set_spec
 
 Place = tuple[nn.Module, str]
 """a module, and the name of a parameter there"""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel._compat.fsdp2 import parameter_groups
+from lightning_automodel._compat.fsdp2.units import parameter_groups
 
 Scatter = Callable[[list[Tensor], list[Tensor], ProcessGroup, bool], None]
 """sums inputs [rows, ...] over the ranks, whose parts of them are outputs; divided by the ranks for a mean"""

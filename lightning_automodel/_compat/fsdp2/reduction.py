@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from lightning_automodel._compat.clearing import clear_no_more, clear_with_others
-from lightning_automodel._compat.fake_shapes import is_fake
-from lightning_automodel._compat.fsdp2 import parameter_groups, parameter_groups_of
-from lightning_automodel._compat.fsdp2_hooks import HooksOnSums
-from lightning_automodel._compat.fsdp2_waiting import (
+from lightning_automodel._compat.fake.shapes import is_fake
+from lightning_automodel._compat.fsdp2.hooks import HooksOnSums
+from lightning_automodel._compat.fsdp2.units import parameter_groups, parameter_groups_of
+from lightning_automodel._compat.fsdp2.waiting import (
     clear_gradient_of,
     complete,
     end_backward_pass,
@@ -37,7 +36,8 @@ from lightning_automodel._compat.fsdp2_waiting import (
     waiting_in,
     was_gathered,
 )
-from lightning_automodel._compat.tensors import version_of
+from lightning_automodel._compat.torch.clearing import clear_no_more, clear_with_others
+from lightning_automodel._compat.torch.tensors import version_of
 
 Note = Callable[[int, list[bool], list[Tensor]], None]
 """Takes the number of a group, which of its parameters take part in a reduction, and these."""

@@ -15,9 +15,9 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-from lightning_automodel._compat.dtensor_operations import HANDLERS, by_torch
-from lightning_automodel._compat.fsdp2 import fsdp_units, parameter_groups
-from lightning_automodel._compat.tensors import version_of
+from lightning_automodel._compat.dtensor.operations import HANDLERS, by_torch
+from lightning_automodel._compat.fsdp2.units import fsdp_units, parameter_groups
+from lightning_automodel._compat.torch.tensors import version_of
 
 __all__ = ["StridedShard"]
 

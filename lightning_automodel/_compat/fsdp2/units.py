@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard
 
-from lightning_automodel._compat.fsdp2_waiting import gradient_of, was_gathered, zeros_of
-from lightning_automodel._compat.tensors import without_checkpointing_modes
+from lightning_automodel._compat.fsdp2.waiting import gradient_of, was_gathered, zeros_of
+from lightning_automodel._compat.torch.tensors import without_checkpointing_modes
 
 _KEPT = "_kept_gathered"
 _TRAINED = "_trained_when_gathered"

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from lightning_automodel._compat.pytree import tree_leaves
+from lightning_automodel._compat.torch.pytree import tree_leaves
 
 HANDLERS: Any = DTensor._op_dispatcher._custom_op_handlers
 """What DTensor calls in the place of an operation."""

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers.utils import import_utils
 
-from lightning_automodel._compat.fake_cuda import (
+from lightning_automodel._compat.fake.cuda import (
     ASKS_DEVICE,
     CPU,
     device_for_kernels,
@@ -42,9 +42,9 @@ from lightning_automodel._compat.fake_cuda import (
     told_to_autograd,
     without_cuda,
 )
-from lightning_automodel._compat.fake_shapes import Shapes, all_selected
-from lightning_automodel._compat.groups import group_of_name
-from lightning_automodel._compat.tensors import EagerMode, is_in_backward
+from lightning_automodel._compat.fake.shapes import Shapes, all_selected
+from lightning_automodel._compat.torch.groups import group_of_name
+from lightning_automodel._compat.torch.tensors import EagerMode, is_in_backward
 
 aten = torch.ops.aten
 _READS: dict[Any, Callable[[Any], Any]] = {

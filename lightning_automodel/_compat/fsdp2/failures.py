@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_automodel._compat.fsdp2 import parameter_groups_of
-from lightning_automodel._compat.fsdp2_waiting import clear_gradient_of, waiting_in
-from lightning_automodel._compat.tensors import is_in_backward
+from lightning_automodel._compat.fsdp2.units import parameter_groups_of
+from lightning_automodel._compat.fsdp2.waiting import clear_gradient_of, waiting_in
+from lightning_automodel._compat.torch.tensors import is_in_backward
 
 _DROPPED = (
     "an exception ended a backward pass, and gradients that were not reduced yet are dropped, those of earlier "

@@ -1,0 +1,1 @@
+"""Private names of torch with which one CPU process plays a rank of any run."""

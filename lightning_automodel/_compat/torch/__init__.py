@@ -1,0 +1,1 @@
+"""Private names of torch outside of FSDP2 and DTensor."""
