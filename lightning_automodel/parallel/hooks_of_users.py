@@ -38,7 +38,8 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         ValueError: naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if any(map(is_of_user, gradient_hooks_of(parameter))):
+        # Those of adapters change gradients (OSF projects them), too.
+        if any(is_of_user(hook) or _library_of(hook) == "peft" for hook in gradient_hooks_of(parameter)):
             raise ValueError(
                 f"{name} has a hook (register_hook) that would never run: sharding replaces parameters, and writes "
                 f"their reduced gradients itself; {_INSTEAD}"
@@ -102,10 +103,14 @@ def _first(names: Sequence[str]) -> str:
 
 def is_of_user(hook: Any) -> bool:
     """Tell whether a hook is none of a library's, this one included."""
+    return _library_of(hook) not in _LIBRARIES
+
+
+def _library_of(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return owner.partition(".")[0] not in _LIBRARIES
+    return owner.partition(".")[0]
 
 
 @contextmanager

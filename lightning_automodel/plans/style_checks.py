@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
@@ -12,6 +13,7 @@ from lightning_automodel.plans.styles import EMBEDDINGS, Enter, Leave, Style
 
 Modules = Mapping[str, nn.Module]
 Styles = Mapping[str, Style]
+_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def check_styles(modules: Modules, module_styles: Styles, parameter_styles: Styles) -> None:
@@ -190,6 +192,16 @@ def _problem(module: nn.Module, style: Style) -> str:
             f"that {'give' if style.opens else 'read'} the features which are split (it holds {children}); or "
             "'replicate' to it and to all that compute with its features. If it adapts a layer: peft's adapters "
             "(get_peft_model) are split along with their layer, without a rule"
+        )
+    return _problem_of_storage(module, style)
+
+
+def _problem_of_storage(module: nn.Module, style: Style) -> str:
+    """Says why a style would not cut a weight by its features; empty if it would."""
+    if isinstance(module, _Convolution) and style.placement("weight", module.weight.ndim) != Shard(0):
+        return (
+            "it is a convolution, whose weight [out, in / groups, ...] this style would cut within a channel: "
+            "leave it and what reads its channels out of the plan, or use tp=1"
         )
     if isinstance(module, Conv1D):
         return "its matrix is stored as [in, out], which no style splits; replace it by a torch.nn.Linear, or use tp=1"

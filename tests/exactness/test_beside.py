@@ -159,3 +159,20 @@ def give_a_dict() -> None:
 
 def test_outputs_of_other_kinds_are_refused(pool2: Pool) -> None:
     pool2.run(give_a_dict)
+
+
+def count_tokens() -> tuple[float, str]:
+    """Runs on each rank: gradients of rows are divided by how often a token occurs."""
+
+    def build_counting() -> nn.Module:
+        model = build(Attention)
+        model.embed.scale_grad_by_freq = True
+        return model
+
+    config = FSDP2Config(tp_plan=PLAN | {"embed": "embedding_rowwise"})
+    return compare(build_counting, {"tp": 2}, 2, SCHEDULE, config).largest
+
+
+def test_a_split_embedding_counts_its_own_tokens(pool2: Pool) -> None:
+    for error in pool2.run(count_tokens):
+        assert error[0] <= BOUND, error

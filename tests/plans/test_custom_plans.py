@@ -168,9 +168,14 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))
 
 
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
+
+
 @pytest.mark.parametrize(
     ("build", "rules", "message"),
     [
+        (convolutions, {"0": "colwise", "1": "rowwise"}, r"'\*' \(Conv2d\) .* it is a convolution"),
         (build_llama, {"model.layers.*.mlp.up_proj": "embedding_rowwise"}, r"\(Linear\) .* for torch.nn.Embedding"),
         (
             build_llama,

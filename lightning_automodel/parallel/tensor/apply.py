@@ -309,6 +309,10 @@ class _SplitLookup(TorchFunctionMode):
         elsewhere = ~held & (input >= 0) & (input < self.rows)
         padding = padding_idx if padding_idx is None else padding_idx % self.rows - start
         options["padding_idx"] = padding if padding is not None and 0 <= padding < length else None
+        if options.get("scale_grad_by_freq"):  # a row's gradient is divided by how often it is looked up here
+            rows = functional.embedding(local[~elsewhere], weight, **options)
+            whole = rows.new_zeros((*input.shape, rows.shape[-1])).index_put((~elsewhere,), rows)
+            return reduce_out(whole, self.group)
         # An id outside of the vocabulary stays outside on every rank, and torch refuses it as on one process.
         output = functional.embedding(local.masked_fill(elsewhere, 0), weight, **options)
         return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), self.group)
