@@ -207,7 +207,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         return building.Dtypes(
             compute=precision.mp_policy.param_dtype,
             main=torch.float32 if keeps else None,
-            reduction=torch.float32 if self.config.grad_reduce_in_fp32 else None,
+            reduction=torch.float32 if self.config.grad_reduce_in_fp32 else precision.mp_policy.reduce_dtype,
         )
 
     @property
