@@ -129,6 +129,16 @@ class GivesGradients(Penalized):
             parameter.grad = 0.3 * parameter.detach()
 
 
+class AtStep(Penalized):
+    """Adds the gradient of a penalty to those of a step."""
+
+    def penalize(self) -> None:
+        pass
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().penalize()
+
+
 def penalized(layout: str | None, kind: type[Penalized]) -> dict[str, Tensor | None]:
     """Runs on each rank, or as one process."""
     module = kind()
@@ -184,3 +194,10 @@ def explained(kind: type[Recorder]) -> str:
 def test_errors_of_torch_are_explained(kind: type[Recorder], said: str, pool2: Pool) -> None:
     for message in pool2.run(explained, kind, trainer=True):
         assert said in message.partition("torch says")[0]
+
+
+@pytest.mark.parametrize("layout", ["megatron0-dp2", "megatron3-tp2"])
+def test_norms_of_weights_have_their_gradients(layout: str, pool2: Pool) -> None:
+    """They were halved where two ranks hold a weight."""
+    found = pool2.run(penalized, layout, AtStep, trainer=True)[0]
+    torch.testing.assert_close(found, penalized(None, AtStep), rtol=1e-4, atol=1e-6)
