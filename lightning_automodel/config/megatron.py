@@ -20,7 +20,8 @@ class MegatronFSDPConfig(StageSwitches):
             the model's blocks outside of vision and audio towers, which a batch may pass over.
         zero_dp_strategy: 0: nothing is sharded; 1: optimizer states; 2: gradients too; 3: parameters too.
         init_fsdp_with_meta_device: shard a model before its weights exist. Refused: weights are loaded before sharding.
-        grad_reduce_in_fp32: gradients narrower than float32 are reduced in float32.
+        grad_reduce_in_fp32: gradients narrower than float32 are reduced in float32, and summed over micro-batches where
+            the optimizer has float32. Implied by ``Trainer(precision=...)``; a setting of loops of one's own.
         preserve_fp32_weights: the optimizer updates float32 copies of narrower parameters. Implied by
             ``Trainer(precision="bf16-mixed")``.
         overlap_grad_reduce: reduce while the backward pass computes. ``False`` is refused: the library then reduces

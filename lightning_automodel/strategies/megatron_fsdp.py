@@ -34,6 +34,7 @@ from lightning_automodel.parallel.hooks_of_users import refuse_hooks_after_accum
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
 from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.sharded_use import explain_use_of_shards
 from lightning_automodel.strategies.submodels import (
     Submodel,
     check_switches_find_work,
@@ -207,7 +208,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         return building.Dtypes(
             compute=precision.mp_policy.param_dtype,
             main=torch.float32 if keeps else None,
-            reduction=torch.float32 if self.config.grad_reduce_in_fp32 else None,
+            reduction=torch.float32 if self.config.grad_reduce_in_fp32 else precision.mp_policy.reduce_dtype,
         )
 
     @property
@@ -288,6 +289,11 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         if not self._module.automatic_optimization:
             self.free_gathered()  # hooks of the step see what it changes
         return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        explain_use_of_shards(exception, of_rows=True)
 
     @override
     def on_validation_end(self) -> None:

@@ -33,6 +33,15 @@ _BY_INDICES = (
     "shards do not take values by a mask or by indices (tensor[mask] = value); use "
     "tensor.masked_fill_(mask, value), or torch.where(mask, value, tensor)"
 )
+_LOADED = (
+    "load_state_dict was given whole tensors for a model whose parameters are sharded; load them in __init__ or "
+    "configure_model, before the model is made parallel"
+)
+_BESIDE_ROWS = (
+    "a parameter or gradient that Megatron-FSDP shards meets plain tensors, outside of their forward pass; "
+    "let the model's own forward pass compute what reads weights (by a subclass of its class), use weight_decay of the "
+    "optimizer for a penalty, or FSDP2TPStrategy, whose parameters have full_tensor()"
+)
 HELD = (
     "gradients of micro-batches within block_backward_sync() were not reduced over the data ranks, since no backward "
     "pass followed outside of it before the step; take the last backward pass of a step outside of it, also if its "
@@ -52,10 +61,7 @@ _INSTEAD = {
         "the shards of a parameter or gradient are not those of its flattened form; compute with each tensor alone, or "
         "flatten tensor.full_tensor(), which all ranks have to call"
     ),
-    "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": (  # which says more than the first words
-        "load_state_dict was given whole tensors for a model whose parameters are sharded; load them in __init__ or "
-        "configure_model, before the model is made parallel"
-    ),
+    "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,  # says more than the first words
     "aten.index_put_.default: in-place operations that require placement changes": _BY_INDICES,
     "aten.index_put_.default does not have a sharding strategy registered": _BY_INDICES,  # torch 2.11
     "out of bounds for storage of size 0": (
@@ -65,11 +71,21 @@ _INSTEAD = {
     ),
 }
 
+_INSTEAD_OF_ROWS = {
+    "got mixed torch.Tensor and DTensor": _BESIDE_ROWS,
+    "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,
+}
 
-def explain_use_of_shards(error: BaseException) -> None:
-    """Put the way out before the words of torch, where ``error`` is one that it raises of shards."""
+
+def explain_use_of_shards(error: BaseException, of_rows: bool = False) -> None:
+    """Put the way out before the words of torch, where ``error`` is one that it raises of shards.
+
+    Args:
+        error: gets other words, in place.
+        of_rows: shards are those of Megatron-FSDP, in uneven numbers of rows.
+    """
     if error.args and isinstance(text := error.args[0], str):
-        for words, instead in _INSTEAD.items():
+        for words, instead in (_INSTEAD_OF_ROWS if of_rows else _INSTEAD).items():
             if words in text and instead not in text:
                 error.args = (f"{instead}. torch says: {text}", *error.args[1:])
 

@@ -11,6 +11,7 @@ import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_automodel import FSDP2TPStrategy, MegatronFSDPConfig, MegatronFSDPStrategy
@@ -21,7 +22,7 @@ from lightning_automodel.parallelizer import megatron_fsdp_strategy_parallelize,
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support import cuda_on_cpu
 from tests.support.subjects import SIZES, VOCABULARY
-from tests.support.training import Descending, Recorder, batches, make_trainer, world_size
+from tests.support.training import Descending, Recorder, batches, make_trainer, rows, tiny_llama, world_size
 
 # ---- without processes -----------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def fit_precision(ours: bool, precision: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.long
 def test_precision_is_that_of_fsdp2(pool2: Pool) -> None:
     """With gradients reduced in float32, main weights in float32 and compute in bfloat16: to the last digit."""
-    cases: dict[str, dict[str, Any]] = {"bf16-mixed": {"grad_reduce_in_fp32": True}, "bf16-true": {}}
+    cases: dict[str, dict[str, Any]] = {"bf16-mixed": {}, "bf16-true": {}}
     for precision, fields in cases.items():
         expected = pool2.run(fit_precision, False, precision, trainer=True)[0]
         for stage, mode in ((1, False), (3, "full")):
@@ -87,6 +88,45 @@ def test_precision_is_that_of_fsdp2(pool2: Pool) -> None:
                 assert actual["parameters"][name].dtype == value.dtype
                 bound = 1e-4 if precision == "bf16-mixed" else 1e-2
                 assert (actual["parameters"][name] - value).norm() <= bound * value.norm(), (precision, name)
+
+
+def accumulate(stage: int | None) -> dict[str, Any]:
+    """Runs on each rank: the change by one step of 256 equal micro-batches."""
+    cuda_on_cpu.install()
+    module = Descending()
+    config = MegatronFSDPConfig(zero_dp_strategy=stage or 0)
+    strategy = FSDP2TPStrategy() if stage is None else MegatronFSDPStrategy(config=config)
+    run = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=256, precision="bf16-mixed")
+    run.fit(module, DataLoader(TensorDataset(rows(1).repeat(256 * world_size(), 1))))
+    before = dict(tiny_llama().named_parameters(prefix="model"))
+    after = {name: gather_on_rank_zero(as_stored(p)) for name, p in module.named_parameters()}
+    return {name: value - before[name].detach() for name, value in after.items() if value is not None}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_sum_of_many_micro_batches_is_wide(stage: int, pool2: Pool) -> None:
+    """In bfloat16 it was 0.1 off and more."""
+    expected, actual = (pool2.run(accumulate, of, trainer=True)[0] for of in (None, stage))
+    for name, value in expected.items():
+        assert (actual[name] - value).norm() <= 1e-2 * value.norm(), name
+
+
+def narrow(ours: bool, tp: int) -> dict[str, Any]:
+    cuda_on_cpu.install()
+    module = Descending()
+    config = MegatronFSDPConfig(grad_reduce_in_fp32=True)
+    strategy = MegatronFSDPStrategy(tp=tp, config=config) if ours else FSDP2TPStrategy(tp=tp)
+    data = batches(world_size() // tp)
+    make_trainer(strategy, max_epochs=1, accumulate_grad_batches=2, precision="bf16-true").fit(module, data)
+    return {name: gather_on_rank_zero(as_stored(p)) for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_narrow_gradients_are_reduced_wide(tp: int, pool2: Pool) -> None:
+    """Torch refused the wide sums; the library adds what one data rank casts for its reduction to itself."""
+    expected, actual = (pool2.run(narrow, ours, tp, trainer=True)[0] for ours in (False, True))
+    for name, value in expected.items():
+        assert (actual[name] - value).norm() <= 1e-2 * value.norm(), name
 
 
 # ---- what trains -----------------------------------------------------------------------------------------------------

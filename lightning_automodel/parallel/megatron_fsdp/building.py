@@ -38,20 +38,21 @@ class Dtypes:
     Attributes:
         compute: parameters during forward and backward passes; ``None``: as the model has them.
         main: what the optimizer updates; ``None``: what computes.
-        reduction: of gradients; ``None``: that of ``compute``.
+        reduction: of gradients, and of their sums over micro-batches where the optimizer has such gradients, too;
+            ``None``: that of ``compute``.
     """
 
     compute: torch.dtype | None = None
     main: torch.dtype | None = torch.float32
     reduction: torch.dtype | None = None
 
-    def policy(self) -> Any:
-        """Makes the library's ``MixedPrecisionPolicy``."""
+    def policy(self, data_size: int) -> Any:
+        """Makes the library's ``MixedPrecisionPolicy`` for a number of data ranks."""
         from megatron_fsdp import MixedPrecisionPolicy  # optional, and warns of what else it would like
 
-        return MixedPrecisionPolicy(
-            main_params_dtype=self.main, main_grads_dtype=self.reduction, grad_comm_dtype=self.reduction
-        )
+        sums = self.reduction if self.main == self.reduction else None  # torch refuses gradients of another dtype
+        sent = self.reduction if data_size > 1 else sums  # the library adds what one rank has cast to itself
+        return MixedPrecisionPolicy(main_params_dtype=self.main, main_grads_dtype=sums, grad_comm_dtype=sent)
 
 
 def is_split(model: nn.Module) -> bool:

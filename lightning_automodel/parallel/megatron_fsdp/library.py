@@ -39,7 +39,7 @@ def shard(
             fsdp_unit_modules=units,
             zero_dp_strategy=config.zero_dp_strategy,
             device=device,
-            mixed_precision_policy=dtypes.policy(),
+            mixed_precision_policy=dtypes.policy(dp_mesh.size()),
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
             sync_model_each_microbatch=False,

@@ -66,9 +66,10 @@ class Norms:
             largest = local.abs().amax() if local.numel() else local.new_zeros(())
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             return largest
-        total = local.norm(norm_type) ** norm_type / (copies or 1)
+        power = local.norm(norm_type) ** norm_type
+        total = power.detach() / (copies or 1)
         dist.all_reduce(total)
-        return total ** (1 / norm_type)
+        return (total + (power - power.detach())) ** (1 / norm_type)  # each copy has the whole derivative
 
     def _copies_by_memory(self) -> dict[tuple[int, int], int]:
         """Tell how many ranks hold a parameter or gradient, by its memory: ``parameter.grad.data`` is a new object."""

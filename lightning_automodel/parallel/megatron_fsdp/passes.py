@@ -35,6 +35,11 @@ _IN_A_UNIT = (
     "which Megatron-FSDP gathers as one. Call that, with a forward that takes both ways; or name the classes of its "
     "parts in megatron_fsdp_unit_modules; or use zero_dp_strategy=2, which keeps parameters whole"
 )
+_ITSELF = (
+    "a loss reads a parameter itself, outside of the forward pass of its model, and Megatron-FSDP would lose its "
+    "gradient; let the model's own forward pass compute such a penalty (by a subclass of its class), use weight_decay "
+    "of the optimizer, or add its gradient to parameter.grad in on_before_optimizer_step"
+)
 
 
 class Passes:
@@ -57,6 +62,8 @@ class Passes:
         named = ((_of_library(n), p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
         self._reached_again = ReachedAgain(named, self._check_begun)
         check_gathers_of_backward(sharded.wrapper, self._check_begun)
+        for parameter in sharded.stepped:
+            parameter.register_post_accumulate_grad_hook(self._refuse_own_gradient)
         self._written = WrittenCopies()
         for module in modules:
             for part in _outside_of_units(module, sharded.units):
@@ -147,6 +154,11 @@ class Passes:
                 "place of loss.backward(), add that loss to one of what the model returns, or return the tensor "
                 "(output_hidden_states=True)"
             )
+
+    def _refuse_own_gradient(self, _: Tensor) -> None:
+        """Refuse a gradient of a parameter that the optimizer has: the end of the pass writes another there."""
+        if self._is_backward:
+            raise ValueError(_ITSELF)
 
     def _leave_gradient(self) -> None:
         self._is_backward = False

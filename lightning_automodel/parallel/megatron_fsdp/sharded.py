@@ -178,6 +178,12 @@ class ShardedModules:
         self._is_outdated = True
 
     @property
+    def stepped(self) -> list[nn.Parameter]:
+        """Parameters that only the optimizer has, and others compute for."""
+        computing = {id(p) for p in self.wrapper.raw_param.values()}
+        return [p for p in self._parameters.values() if p.requires_grad and id(p) not in computing]
+
+    @property
     def frees_units(self) -> bool:
         """Tell whether parameters of units are there within these only."""
         return self.config.zero_dp_strategy == 3

@@ -116,16 +116,26 @@ class WindowGradients:
             self._wrapper.zero_grad_buffer()
             return
         self._clear(name for name in self._parameters if name not in left)
+        for name, gradient in left.items():
+            own = self._sum_of(name)
+            if own is not None:  # in whose place a user may have put another
+                own.copy_(to_local_if_dtensor(gradient).reshape(own.shape))
 
     def _clear(self, names: Iterable[str]) -> None:
-        buffers = self._wrapper.param_and_grad_buffer
         for name in names:
             self._left.pop(name, None)
-            raw = self._wrapper.raw_param[name]
-            group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
-            if group.main_grad_buffer is not None:
-                item = group.main_grad_buffer.param_idx[raw]
-                group.main_grad_buffer.get_item(item).zero_()  # as much as this rank has of it
+            own = self._sum_of(name)
+            if own is not None:
+                own.zero_()
+
+    def _sum_of(self, name: str) -> Tensor | None:
+        """Return what the library's buffer has of a gradient, as much as this rank has of it."""
+        buffers = self._wrapper.param_and_grad_buffer
+        raw = self._wrapper.raw_param[name]
+        group = buffers.parameter_groups[buffers.param_to_param_group[raw]]
+        if group.main_grad_buffer is None:
+            return None
+        return group.main_grad_buffer.get_item(group.main_grad_buffer.param_idx[raw])
 
     # ---- at the end of a window --------------------------------------------------------------------------------------
 
