@@ -148,8 +148,9 @@ class SmoothedLoss:
             return
         columns, held = self.shard.find(targets, logits.shape[-1])
         spread = weights * self.smoothing / self.shard.size if self.smoothing else None
+        logits = logits if out is logits else logits.detach()  # not two views of one memory
         self.passes.write_gradient(
-            logits.detach(), maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
+            logits, maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
         )
 
     def gradient(self, logits: Tensor, targets: Tensor, maximum: Tensor, weights: Tensor) -> Tensor:
