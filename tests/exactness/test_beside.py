@@ -124,6 +124,7 @@ def test_what_layers_hand_each_other_and_losses_read_is_exact(pool2: Pool) -> No
         assert [error for error in found if error[0] > BOUND] == []
 
 
+@pytest.mark.long
 def test_over_data_ranks(pool4: Pool) -> None:
     for found in pool4.run(errors, {"dp_shard": 2, "tp": 2}, 4, LEVERS[:2]):
         assert [error for error in found if error[0] > BOUND] == []
