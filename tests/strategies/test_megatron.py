@@ -268,6 +268,9 @@ def test_errors_that_help(pool2: Pool) -> None:
 # ---- compile ---------------------------------------------------------------------------------------------------------
 
 
+PASSES = 2  # over the logits of the loss
+
+
 def fit_compiled(compiled: bool, stage: int, tp: int = 1, **fields: Any) -> tuple[list[float], int]:
     cuda_on_cpu.install()
     torch._dynamo.reset()
@@ -287,7 +290,7 @@ def test_compiled_blocks(pool2: Pool) -> None:
         losses, _ = pool2.run(fit_compiled, False, stage, tp, **fields)[0]
         compiled, graphs = pool2.run(fit_compiled, True, stage, tp, **fields)[0]
         assert compiled == pytest.approx(losses, rel=1e-5), (stage, tp)
-        assert 1 <= graphs <= 2, (stage, tp)  # blocks share theirs
+        assert 1 <= graphs - PASSES <= 2, (stage, tp)  # blocks share theirs
 
 
 # ---- loops of one's own ----------------------------------------------------------------------------------------------
