@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_automodel.checkpointing.names import stored_names
@@ -134,6 +134,29 @@ def evaluate_and_save(directory: Path, unmerges_in: str) -> str:
     except ValueError as refusal:
         return str(refusal)
     return ""
+
+
+class Interrupted(MergedForEvaluation):
+    """Ends with an exception while its adapters are merged, when a callback saves."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        raise RuntimeError("meant")
+
+
+def save_interrupted(directory: Path) -> str:
+    """Runs on each rank: what the run ends with."""
+    saver = OnExceptionCheckpoint(directory, "interrupted")
+    trainer = make_trainer({}, max_steps=2, val_check_interval=2, callbacks=[saver], enable_checkpointing=True)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        trainer.fit(Interrupted(directory / "base", "on_validation_end"), batches(2), batches(2))
+    return str(caught.value)
+
+
+def test_merged_adapters_are_not_saved_by_an_interrupted_run(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path / "base")
+    for message in pool2.run(save_interrupted, tmp_path, trainer=True):
+        assert "are merged into its weights" in message
+    assert not (tmp_path / "interrupted.ckpt").exists()
 
 
 def test_merged_adapters_are_not_saved_with_their_base(tmp_path: Path, pool2: Pool) -> None:

@@ -100,7 +100,7 @@ class SavingStrategy(OnMesh):
         self.check_all_end()
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:
             meet("save_checkpoint", "", _ON_ALL_RANKS)
-            self._bases.check_unmerged(self._module)
+        self._bases.check_unmerged(self._module)
         self._bases.let_changes_be_saved(self._module)
         return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
