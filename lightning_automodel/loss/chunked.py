@@ -236,7 +236,7 @@ def _softmax_loss(
     rule = SmoothedLoss(options.shard, options.label_smoothing, options.passes)
     maximum, sums = rule.start(logits, targets)
     counts = (~ignored(targets, options.ignore_index)).to(maximum.dtype)
-    if options.passes is not None and logits.shape[-1]:
+    if rule.passes_over(logits) is not None:
         rule.add_up(logits, maximum, sums)
         options.shard.reduce(sums)
         values = logits if overwrite else torch.empty_like(logits)

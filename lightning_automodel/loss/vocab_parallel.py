@@ -109,6 +109,10 @@ class SmoothedLoss:
         sums[1] = self.shard.pick(logits, targets, maximum)
         return maximum, sums
 
+    def passes_over(self, logits: Tensor) -> Passes | None:
+        """Returns the compiled passes, unless this rank holds no part of the vocabulary."""
+        return self.passes if logits.shape[-1] else None
+
     def exponentiate(self, shifted: Tensor, sums: Tensor) -> None:
         """Replaces logits minus their maximum by their exponentials, and writes their ``sums``."""
         if self.smoothing:
@@ -117,11 +121,12 @@ class SmoothedLoss:
 
     def add_up(self, logits: Tensor, maximum: Tensor, sums: Tensor) -> None:
         """Writes ``sums`` as :meth:`exponentiate` does, of logits that stay as they are."""
-        if self.passes is None or not logits.shape[-1]:
+        passes = self.passes_over(logits)
+        if passes is None:
             self.exponentiate(logits - maximum[:, None], sums)
             return
         # Detached: what requires gradients would be compiled apart.
-        sums[0], all_of_row = self.passes.add_up(logits.detach(), maximum, self.smoothing > 0)
+        sums[0], all_of_row = passes.add_up(logits.detach(), maximum, self.smoothing > 0)
         if all_of_row is not None:
             sums[2] = all_of_row
 
@@ -141,7 +146,8 @@ class SmoothedLoss:
         self, logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, weights: Tensor, out: Tensor
     ) -> None:
         """Writes what :meth:`differentiate` does to ``out``, which may be the logits."""
-        if self.passes is None or not logits.shape[-1]:
+        passes = self.passes_over(logits)
+        if passes is None:
             values = (logits - maximum[:, None]).exp_()
             self.differentiate(values, targets, sums, weights)
             out.copy_(values)
@@ -149,7 +155,7 @@ class SmoothedLoss:
         columns, held = self.shard.find(targets, logits.shape[-1])
         spread = weights * self.smoothing / self.shard.size if self.smoothing else None
         logits = logits if out is logits else logits.detach()  # not two views of one memory
-        self.passes.write_gradient(
+        passes.write_gradient(
             logits, maximum, weights / sums, spread, columns, (1 - self.smoothing) * weights * held, out
         )
 

@@ -17,6 +17,7 @@ from lightning_automodel.parallel.megatron_fsdp.units import show_outputs, take_
 _MESH = ("dp", "tp")
 
 
+@whole_rows()
 def shard(
     module: nn.Module,
     dp_mesh: DeviceMesh,
@@ -29,29 +30,28 @@ def shard(
     mesh = _library_mesh(dp_mesh)
     outermost = units_in(module, units)
     show_outputs(outermost)
-    with whole_rows():
-        wrapper = fully_shard_model(
-            module,
-            device_mesh=mesh,
-            expt_device_mesh=mesh,  # it takes parameters of modules that are called experts for parts of an expert axis
-            dp_shard_dim=_MESH[0],
-            tp_dim=_MESH[1],
-            fsdp_unit_modules=units,
-            zero_dp_strategy=config.zero_dp_strategy,
-            device=device,
-            mixed_precision_policy=dtypes.policy(dp_mesh.size()),
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            overlap_param_gather=config.overlap_param_gather,
-            sync_model_each_microbatch=False,
-            preproc_state_dict_for_dcp_ckpt=False,
-            report_nan_in_param_grad=config.report_nan_in_param_grad,
-            average_in_collective=config.average_in_collective,
-            disable_bucketing=config.disable_bucketing,
-            calculate_per_token_loss=config.calculate_per_token_loss,
-            keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
-            nccl_ub=config.nccl_ub,
-            fsdp_double_buffer=config.fsdp_double_buffer,
-        )
+    wrapper = fully_shard_model(
+        module,
+        device_mesh=mesh,
+        expt_device_mesh=mesh,  # it takes parameters of modules that are called experts for parts of an expert axis
+        dp_shard_dim=_MESH[0],
+        tp_dim=_MESH[1],
+        fsdp_unit_modules=units,
+        zero_dp_strategy=config.zero_dp_strategy,
+        device=device,
+        mixed_precision_policy=dtypes.policy(dp_mesh.size()),
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        sync_model_each_microbatch=False,
+        preproc_state_dict_for_dcp_ckpt=False,
+        report_nan_in_param_grad=config.report_nan_in_param_grad,
+        average_in_collective=config.average_in_collective,
+        disable_bucketing=config.disable_bucketing,
+        calculate_per_token_loss=config.calculate_per_token_loss,
+        keep_fp8_transpose_cache=config.keep_fp8_transpose_cache,
+        nccl_ub=config.nccl_ub,
+        fsdp_double_buffer=config.fsdp_double_buffer,
+    )
     take_outputs(outermost)
     keep_ties(wrapper)
     if config.zero_dp_strategy < 3:

@@ -116,7 +116,8 @@ class ShardedModules:
         """
         if torch.is_grad_enabled():
             self._refuse_changes_of_what_trains()
-        if self._show_changes() or self._is_outdated:
+        self._show_changes()
+        if self._is_outdated:
             # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
             self.wrapper.install_optimized_model_weights()
             self._await_gathers()
@@ -151,8 +152,7 @@ class ShardedModules:
                 exception ended was not cleared.
         """
         self._refuse_changes_of_what_trains()
-        if self._show_changes():
-            self._is_outdated = True
+        self._show_changes()
         self._window.begin_backward()
         use_raw_parameters(self.wrapper)
         self.wrapper.is_last_microbatch = is_last
@@ -207,17 +207,17 @@ class ShardedModules:
         """Count writes to the optimizer's parameters."""
         return list(map(writes_into, self._parameters.values()))
 
-    def _show_changes(self) -> bool:
-        """Tell whether parameters of the optimizer were written into, and let autograd see which: it knows those that
-        compute, and a backward pass through what a graph computed before would compute with the values behind it.
+    def _show_changes(self) -> None:
+        """Let autograd see which parameters of the optimizer were written into: it knows those that compute, and a
+        backward pass through what a graph computed before would compute with the values behind it.
         """
         seen, self._writes_seen = self._writes_seen, self._writes()
         if seen == self._writes_seen:
-            return False
+            return
+        self._is_outdated = True
         for name, before, now in zip(self._parameters, seen, self._writes_seen, strict=True):
             if before != now:
                 increment_version(self.wrapper.raw_param[name])
-        return True
 
     def _trained_now(self) -> set[tuple[str, str]]:
         """Name what trains, among the parameters that compute and among those that the optimizer has."""

@@ -167,23 +167,18 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
     Around what chooses the rows of a rank's experts, too (``parallel/experts``): all ranks have the same rows here.
     """
 
-    def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def around(
+        copies: "_Around | EnteringBeside", module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         if not is_tried_now(module):
             args, kwargs = copies.enter(module, args, kwargs)
         return forward(*args, **kwargs)
 
-    def around_own(
-        entering: EnteringBeside, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        if not is_tried_now(module) and not is_whole_now():
-            args, kwargs = entering.enter(args, kwargs)
-        return forward(*args, **kwargs)
-
-    copies = _Around(partial(copy_in, group=group), every=True)
+    of_all = _Around(partial(copy_in, group=group), every=True)
     for name, module_layout in layout.modules.items():
         if module_layout.enter is Enter.COPY_ALL:
-            own = partial(around_own, EnteringBeside(group))
-            wrap_forward(model.get_submodule(name), own if layout.terms else around)
+            copies = EnteringBeside(group) if layout.terms else of_all
+            wrap_forward(model.get_submodule(name), partial(around, copies))
 
 
 def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:

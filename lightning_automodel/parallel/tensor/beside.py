@@ -23,6 +23,7 @@ from lightning_automodel._compat.fsdp2.hooks import edges_behind
 from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient
+from lightning_automodel.modules.forward import SharedByCopies
 from lightning_automodel.parallel.tensor.stream import is_float
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.parallel.traces import floating, refused
@@ -61,12 +62,9 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
             module.register_forward_hook(_Leaving(group, _message(name, module, group.size())))
 
 
-class _Leaving:
+class _Leaving(SharedByCopies):
     def __init__(self, group: ProcessGroup, message: str) -> None:
         self.group, self.message = group, message
-
-    def __deepcopy__(self, memo: dict) -> "_Leaving":
-        return _Leaving(self.group, self.message)
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if is_whole_now() or not any(x.requires_grad for x in beside(output)):
@@ -89,11 +87,10 @@ class EnteringBeside:
         self.group = group
         self._within: dict[str, bool] = {}
 
-    def __deepcopy__(self, memo: dict) -> "EnteringBeside":
-        return EnteringBeside(self.group)
-
-    def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Change what enters: tensors, and those in tuples and lists."""
+        if is_whole_now():
+            return args, kwargs
         first = tuple(self._enter(x, str(place)) for place, x in enumerate(args))
         return first, {name: self._enter(x, name) for name, x in kwargs.items()}
 
