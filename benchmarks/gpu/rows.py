@@ -209,11 +209,14 @@ ROWS: list[Row] = [  # the most valuable first: time may be over before the last
         fields={**FULL, **CHUNKED},
         experts="grouped_mm",
     ),
-    Row(
-        model="Llama-3.1-8B",
-        name="compiled, Liger's loss, checkpointed",
-        length=8192,
-        fields={**FULL, "enable_compile": True, "loss_kernel": "liger"},
+    *(  # beside `+ compiled blocks` of the first table
+        Row(
+            model="Llama-3.1-8B",
+            name=f"compiled, {name}, checkpointed",
+            length=8192,
+            fields={**FULL, "enable_compile": True, **loss},
+        )
+        for name, loss in (("Liger's loss", {"loss_kernel": "liger"}), ("whole logits", {}))
     ),
     Row(
         model="Qwen3-8B", name="compiled, chunked loss, checkpointed", length=4096, rows=2, fields={**FULL, **COMPILED}
