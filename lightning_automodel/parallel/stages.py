@@ -46,6 +46,7 @@ from lightning_automodel.parallel.autocast import install_autocast
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.parallel.context import ContextParallel
 from lightning_automodel.parallel.experts import ExpertParallel
+from lightning_automodel.parallel.experts.low_rank import keep_factors_apart
 from lightning_automodel.parallel.experts.whole import find_whole_experts, route_to_own_experts
 from lightning_automodel.parallel.float8 import apply_float8
 from lightning_automodel.parallel.freed_memory import keep_freed_memory
@@ -88,6 +89,7 @@ def apply_stages(
         keep_freed_memory()
     store_as_rows(model, tp)
     check_four_bit(model)
+    keep_factors_apart(model)
     plan, layout = _plan(model, tp, config)
     _store_in(model, param_dtype)
     broadcast_weights(model, axes.tp)

@@ -1,0 +1,59 @@
+"""Private names of transformers, with the reason: the grouped product in which a module of experts meets its weights.
+
+The public seam, a function of one's own in ``ALL_EXPERTS_FUNCTIONS``, would have to repeat all around the product: gates,
+biases, the order of rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+_GROUPED_LINEAR, _EXPERTS_FORWARD = moe._grouped_linear, moe.grouped_mm_experts_forward
+_NAME = "grouped_mm"
+
+
+@dataclass(frozen=True)
+class LowRankSum:
+    """A weight of stacked experts, ``weight + scale * (first @ second)``, that is never added up.
+
+    Attributes:
+        weight: [experts, in, out] if it is transposed, as its module says, else [experts, out, in].
+        first: [experts, in, r].
+        second: [experts, r, out].
+        scale: of the product.
+    """
+
+    weight: Tensor
+    first: Tensor
+    second: Tensor
+    scale: float
+
+
+def runs_grouped_products(experts: nn.Module) -> bool:
+    """Tell whether a call of ``experts`` is transformers' own function of grouped products."""
+    return (
+        getattr(getattr(experts, "config", None), "_experts_implementation", None) == _NAME
+        and hasattr(experts, "has_gate")  # its class is one that asks for the implementation
+        and moe.ALL_EXPERTS_FUNCTIONS.get(_NAME) is _EXPERTS_FORWARD
+    )
+
+
+def run_grouped_products(experts: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Run grouped products on what stands for a module of experts, of whose parameters some may be a
+    :class:`LowRankSum`.
+    """
+    moe._grouped_linear = _grouped_linear
+    return _EXPERTS_FORWARD(experts, *args, **kwargs)
+
+
+def _grouped_linear(
+    input: Tensor, weight: Tensor | LowRankSum, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+) -> Tensor:
+    if not isinstance(weight, LowRankSum):
+        return _GROUPED_LINEAR(input, weight, offs, bias, is_transposed)
+    whole = _GROUPED_LINEAR(input, weight.weight, offs, bias, is_transposed)
+    narrow = _GROUPED_LINEAR(input, weight.first, offs, None, True)
+    return torch.add(whole, _GROUPED_LINEAR(narrow, weight.second, offs, None, True), alpha=weight.scale)
