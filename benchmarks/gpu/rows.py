@@ -203,11 +203,22 @@ ROWS: list[Row] = [  # the most valuable first: time may be over before the last
     ),
     Row(
         model="Qwen3-30B-A3B",
-        name="chunked loss, checkpointed, experts grouped_mm",
+        name="chunked loss, compiled, nothing recomputed, experts grouped_mm",
         length=4096,
-        adapters=ALL,
-        fields={**FULL, **CHUNKED},
+        adapters=ATTENTION,
+        fields=COMPILED,
         experts="grouped_mm",
+    ),
+    *(  # on experts, too
+        Row(
+            model="Qwen3-30B-A3B",
+            name=f"{', '.join(['chunked loss', 'checkpointed', *more])}, experts grouped_mm",
+            length=4096,
+            adapters=ALL,
+            fields={**FULL, **CHUNKED, **dict.fromkeys(more and ["enable_compile"], True)},
+            experts="grouped_mm",
+        )
+        for more in ([], ["compiled"])
     ),
     *(  # beside `+ compiled blocks` of the first table
         Row(

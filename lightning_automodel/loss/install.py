@@ -27,7 +27,7 @@ from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
 from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, flat_losses, next_tokens
 from lightning_automodel.loss.kernels import check_kernel
-from lightning_automodel.loss.passes import Passes, compiled_passes
+from lightning_automodel.loss.passes import Passes, passes_for
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.modules.forward import Around, code_of, wrap_forward
@@ -160,7 +160,7 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
     """
     check_kernel(config.loss_kernel, tp_mesh.size(), tp_mesh.device_type)
     deferred = defers_logits(config)
-    passes = compiled_passes(config.compile_backend, config.compile_dynamic) if config.enable_compile else None
+    passes = passes_for(config, tp_mesh.device_type)
     found = False
     for owner in model.modules():
         if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:

@@ -42,11 +42,11 @@ from lightning_automodel.modules.four_bit import store_as_rows
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import adapters_of
 from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
+from lightning_automodel.parallel.adapted_parameters import compute_adapted_parameters
 from lightning_automodel.parallel.autocast import install_autocast
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.parallel.context import ContextParallel
 from lightning_automodel.parallel.experts import ExpertParallel
-from lightning_automodel.parallel.experts.low_rank import keep_factors_apart
 from lightning_automodel.parallel.experts.whole import find_whole_experts, route_to_own_experts
 from lightning_automodel.parallel.float8 import apply_float8
 from lightning_automodel.parallel.freed_memory import keep_freed_memory
@@ -89,7 +89,7 @@ def apply_stages(
         keep_freed_memory()
     store_as_rows(model, tp)
     check_four_bit(model)
-    keep_factors_apart(model)
+    compute_adapted_parameters(model)
     plan, layout = _plan(model, tp, config)
     _store_in(model, param_dtype)
     broadcast_weights(model, axes.tp)

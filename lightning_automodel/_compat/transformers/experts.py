@@ -1,6 +1,6 @@
 """Private names of transformers, with the reason: the grouped product in which a module of experts meets its weights.
 
-The public seam, a function of one's own in ``ALL_EXPERTS_FUNCTIONS``, would have to repeat all around the product: gates,
+The public seam, a function in ``ALL_EXPERTS_FUNCTIONS``, would have to repeat all around the product: gates,
 biases, the order of rows.
 """
 

@@ -1,15 +1,17 @@
-"""LoRA on stacked experts: rows pass through the narrow factors, instead of weights that were added up before.
+"""What peft adds to single parameters (``target_parameters``), computed so that graphs and experts are served.
 
 ::
 
-    peft     W' = W + s B A for all experts, in every pass and recomputation;    y = x W'^T;   d W' -> d A, d B
-    here     y = x W^T + s (x A^T) B^T, all grouped products;                    d A, d B from rows
+    peft     W' = W + s B A in each pass, two times (it checks what it registers), and in each recomputation
+    here     W' = W + s B A once
+    experts  y = x W^T + s (x A^T) B^T, where their products are grouped: W' of all experts is never made, none is kept
+             for the backward pass, and no gradient of its size exists
 
-Weights of all experts are written and read three times less, none is kept for the backward pass, and no gradient of
-their size exists. In bfloat16 the sum W' also rounds away most of what small factors add.
+A graph cannot hold what peft registers. In bfloat16 the sum W' rounds away most of what small factors add.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,18 +28,20 @@ from lightning_automodel._compat.transformers.experts import (
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 
-_WRAPPERS = "_wrappers_that_adapt_its_experts"
+_WRAPPERS = "_wrappers_that_adapt_its_parameters"
 _ALIGNMENT = 16  # bytes: what grouped products want of rows
 
 
-def keep_factors_apart(model: nn.Module) -> None:
-    """Let rows pass through the factors of LoRA on stacked experts of ``model``, where the products are grouped.
+def compute_adapted_parameters(model: nn.Module) -> None:
+    """Compute what wrappers add to single parameters of ``model`` here, in place of peft.
 
-    To be called before anything else is put around these modules: it is the innermost.
+    To be called before anything else is put around these layers: it is the innermost.
     """
     found: dict[nn.Module, list[Any]] = {}
     for wrapper, layer, _ in find_adapted_parameters(model):
         found.setdefault(layer, []).append(wrapper)
+    if found:
+        _register_lay_out()
     for layer, wrappers in found.items():
         wrap_forward(layer, _with_factors)
         for module in (layer, *wrappers):
@@ -47,12 +51,11 @@ def keep_factors_apart(model: nn.Module) -> None:
 
 
 def _adapt(wrapper: Any, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    adapters, layer = _active(wrapper), wrapper.get_base_layer()
-    if not adapters or not _is_wide(own_parameters(layer)[wrapper.parameter_name]):
+    adapters, layer, weight = _active(wrapper), wrapper.get_base_layer(), _weight_of(wrapper)
+    if not adapters or not _is_wide(weight):
         return forward(*args, **kwargs)
     if _is_apart(layer):
         return wrapper.base_layer(*args, **kwargs)
-    weight = own_parameters(layer)[wrapper.parameter_name]
     with torch.autocast(weight.device.type, enabled=False):
         for adapter in adapters:
             weight = weight + wrapper.get_delta_weight(adapter)
@@ -66,6 +69,12 @@ def _active(wrapper: Any) -> list[str]:
     if wrapper.disable_adapters or wrapper.merged:
         return []
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def _weight_of(wrapper: Any) -> Tensor:
+    weight = own_parameters(wrapper.get_base_layer())[wrapper.parameter_name]
+    assert weight is not None
+    return weight
 
 
 def _is_wide(weight: Tensor) -> bool:
@@ -82,9 +91,7 @@ def _with_factors(experts: Any, forward: Callable[..., Tensor], args: tuple, kwa
 def _is_apart(experts: nn.Module) -> bool:
     """Tell whether each of the wrappers adds one adapter to weights that are stored as they are computed with."""
     return runs_grouped_products(experts) and all(
-        len(_active(wrapper)) == 1
-        and wrapper.num_experts > 1
-        and _is_wide(own_parameters(experts)[wrapper.parameter_name])
+        len(_active(wrapper)) == 1 and wrapper.num_experts > 1 and _is_wide(_weight_of(wrapper))
         for wrapper in vars(experts)[_WRAPPERS]
     )
 
@@ -95,13 +102,14 @@ def _sum_of(experts: Any, wrapper: Any) -> LowRankSum:
     rank = first.shape[-1]
     if missing := -rank % (_ALIGNMENT // first.element_size()):
         first, second = pad(first, (0, missing)), pad(second, (0, 0, 0, missing))
-    weight = own_parameters(experts)[wrapper.parameter_name]
-    assert weight is not None
-    return LowRankSum(weight, _aligned(first), second.contiguous(), scale)
+    weight = _weight_of(wrapper)
+    return LowRankSum(weight, first, _laid_out(second), scale)
 
 
-def _aligned(factor: Tensor) -> Tensor:
-    return factor if factor.mT.is_contiguous() else factor.contiguous()
+def _laid_out(factor: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.lightning_automodel.lay_out(factor)
+    return factor.contiguous()
 
 
 class _Stand:
@@ -112,3 +120,19 @@ class _Stand:
 
     def __getattr__(self, name: str) -> Any:
         return self._sums[name] if name in self._sums else getattr(self._module, name)
+
+
+@cache
+def _register_lay_out() -> None:
+    """Register an operation that copies a factor within a graph so that its last dimension is contiguous.
+
+    There ``factor.contiguous()`` becomes a kernel that keeps the order in memory of what it reads, and grouped products
+    on CUDA refuse what it writes (inductor of torch 2.11).
+    """
+
+    @torch.library.custom_op("lightning_automodel::lay_out", mutates_args=())
+    def lay_out(factor: Tensor) -> Tensor:
+        return factor.clone(memory_format=torch.contiguous_format)
+
+    lay_out.register_fake(lambda factor: factor.new_empty(factor.shape))
+    lay_out.register_autograd(lambda ctx, gradient: gradient)
