@@ -30,6 +30,7 @@ from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
 from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
 from lightning_automodel.loading.quantized import refuse_quantized, share_forms
+from lightning_automodel.loading.read_values import note_values
 from lightning_automodel.loading.safetensors import SlicedFile, widest_float
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter
 from lightning_automodel.loading.whole_values import on_shards
@@ -162,6 +163,7 @@ class _ShardedLoading:
         move(model, self.device)
         for _, module, form in four_bit_layers(model):
             describe(module, form)  # torch makes new tensors where it moves DTensors
+        note_values(model)
         _check_ties(model, ties)
         return result
 

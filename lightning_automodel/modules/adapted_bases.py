@@ -19,10 +19,15 @@ def note_files(model: nn.Module, names: Iterable[str]) -> None:
     vars(model)[_FROM_FILES] = frozenset(name for name, parameter in named if id(parameter) in tensors)
 
 
+def names_from_files(model: nn.Module) -> frozenset[str]:
+    """Name the parameters of ``model`` that are as in the files that were read; names without wrappers."""
+    return vars(model).get(_FROM_FILES, frozenset())
+
+
 def forget_files(model: nn.Module, changed: Iterable[str]) -> None:
     """Forget parameters that are not as in the files any more, by their present names."""
     names = {name_without_wrappers(name) for name in changed}
-    vars(model)[_FROM_FILES] = vars(model).get(_FROM_FILES, frozenset()) - names
+    vars(model)[_FROM_FILES] = names_from_files(model) - names
 
 
 def forget_files_below(module: nn.Module, changed: Iterable[str]) -> None:
@@ -46,7 +51,7 @@ def names_left_out_of(part: nn.Module, module: Any) -> set[str]:
 
 def _bases(module: nn.Module) -> Iterator[str]:
     for prefix, model in module.named_modules():
-        names = vars(model).get(_FROM_FILES, frozenset())
+        names = names_from_files(model)
         if not names or not _is_unchanged(model):
             continue
         for name, parameter in model.named_parameters(remove_duplicate=False):

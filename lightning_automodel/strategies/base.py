@@ -29,6 +29,7 @@ from lightning_automodel._compat.lightning.trainer import (
 )
 from lightning_automodel._compat.torch.modules import have_gradient_hooks
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
+from lightning_automodel.loading.read_values import forget_changed
 from lightning_automodel.parallel.gather_order import take_gathers
 from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.strategies import logging as metrics
@@ -143,6 +144,7 @@ class SharedHooks(SavingStrategy):
         self._background.timeout = self._timeout
         install_samplers(trainer, self.distributed_sampler_kwargs)
         self.check_gradient_hooks()
+        forget_changed(self._module)
         self.build_parallel(self._module)
         self._draws.install(self._module, self.data_rank, self.root_device.type)
         self.model_to_device()
