@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_from_files
-from lightning_automodel.modules.wrappers import name_without_wrappers
+from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
 
 _READ = "_values_that_were_read"
 _WORDS = 1021
@@ -40,12 +40,13 @@ def note_values(model: nn.Module) -> None:
 def forget_changed(module: nn.Module) -> None:
     """Forget the file of each plain parameter below ``module`` that any rank has changed since. Collective.
 
-    Before parameters are cast or cut by the strategy; the first time that it is called for a model counts.
+    Before parameters are cast or cut by the strategy; the first time that it is called for a model counts. Without
+    adapters nothing is left out of checkpoints, and nothing compared.
     """
     compared = {
         f"{prefix}.{name}" if prefix else name: is_like
         for prefix, model in module.named_modules()
-        if (sums := vars(model).pop(_READ, None)) is not None
+        if (sums := vars(model).pop(_READ, None)) is not None and any(map(is_wrapper, model.modules()))
         for name, is_like in _compared(model, sums).items()
     }
     changed = [name for name, is_like in compared.items() if not is_like]
