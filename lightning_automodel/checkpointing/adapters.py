@@ -20,6 +20,7 @@ from lightning_automodel._compat.torch.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
+from lightning_automodel.modules.ties import say_untied
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
 
 _FILE = "adapter_model.safetensors"
@@ -160,9 +161,7 @@ def _untie(model: PreTrainedModel, wrappers: Mapping[str, tuple[str, nn.Module]]
 
     if all(held(name) == held(twin) for name, twin in model.all_tied_weights_keys.items()):
         return
-    model.all_tied_weights_keys = {}
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
+    say_untied(model)
 
 
 def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] | None:

@@ -13,7 +13,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.modules.wrappers import is_wrapper
+from lightning_automodel.modules.ties import untie, untied_names
+from lightning_automodel.modules.wrappers import is_wrapper, without_wrappers
 
 DESCRIPTIONS = "hugging_face_models"
 
@@ -30,6 +31,7 @@ class Description:
         source: name or directory that the model was loaded from, where its tokenizer is; may be empty.
         adapters: configs of peft by the adapters' names, JSON.
         active: names of the adapters that are in use.
+        untied: names of weights that the config ties, and that this model holds apart (a head of the user's own).
     """
 
     name: str
@@ -39,6 +41,7 @@ class Description:
     source: str
     adapters: Mapping[str, str] = field(default_factory=dict)
     active: tuple[str, ...] = ()
+    untied: tuple[str, ...] = ()
 
     def build(self) -> PreTrainedModel:
         """Builds the model without weights, on the meta device.
@@ -56,6 +59,7 @@ class Description:
         config = AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device("meta"):
             model = kind(config)
+        untie(model, self.untied)
         if self.generation_config is not None:
             model.generation_config = GenerationConfig.from_dict(json.loads(self.generation_config))
         return model
@@ -111,7 +115,13 @@ def _describe(name: str, model: PreTrainedModel, holder: nn.Module | None) -> De
         source=source_of(model.config),
         adapters={n: json.dumps(c.to_dict(), default=list) for n, c in configs.items()},
         active=tuple(_active(model)),
+        untied=_untied(model),
     )
+
+
+def _untied(model: PreTrainedModel) -> tuple[str, ...]:
+    with without_wrappers(model):
+        return tuple(sorted(untied_names(model)))
 
 
 def _active(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from lightning_automodel._compat.transformers.loading import revert_weight_conversion
 from lightning_automodel.modules.structure import class_names, find_blocks, name_in_source, outermost
+from lightning_automodel.modules.ties import untied_names
 
 INDEX = "model.safetensors.index.json"
 Fetch = Callable[[str], Tensor | None]
@@ -95,10 +96,10 @@ def write_pretrained(
 
 def group_names(model: PreTrainedModel) -> Iterator[list[str]]:
     """Group names of tensors that are converted together: those of a block, else of a module. Ties appear once."""
-    blocks = list(find_blocks(model))
+    blocks, untied = list(find_blocks(model)), untied_names(model)
     groups: dict[str, list[str]] = {}
     for name in model.state_dict():
-        if name not in model.all_tied_weights_keys:
+        if name not in model.all_tied_weights_keys or name in untied:
             groups.setdefault(outermost(blocks, name) or name.rpartition(".")[0], []).append(name)
     yield from groups.values()
 

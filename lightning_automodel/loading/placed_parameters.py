@@ -23,6 +23,7 @@ from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.loading.whole_values import on_shards, was_written, whole_of
 from lightning_automodel.modules.adapted_bases import forget_files
 from lightning_automodel.modules.four_bit import describe, four_bit_layers
+from lightning_automodel.modules.wrappers import without_wrappers
 
 
 def place(model: nn.Module, parallelize: Callable[[nn.Module], object]) -> None:
@@ -53,13 +54,20 @@ def values_aside(model: nn.Module) -> Generator[None, None, None]:
         model: is made parallel within this context.
     """
     values = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
-    _agree_on_changed(model, [name for name, value in values.items() if was_written(value)])
+    changed = [name for name, value in values.items() if was_written(value)]
+    _agree_on_changed(model, changed + (_names_replaced(model) if values else []))
     on_meta = {parameter: _on_meta(parameter) for parameter in values.values()}
     for name, parameter in values.items():
         _set(model, name, on_meta[parameter])
     mark_as_offloaded(model, False)
     yield
     _put_back(model, values)
+
+
+def _names_replaced(model: nn.Module) -> list[str]:
+    """Name parameters below adapters in whose places the user's code has put others."""
+    with without_wrappers(model):
+        return [n for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)]
 
 
 def _agree_on_changed(model: nn.Module, changed: list[str]) -> None:
