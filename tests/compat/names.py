@@ -209,6 +209,7 @@ ATTRIBUTES = {
     ),
     "transformers:PreTrainedModel.loss_function.fget": ("_loss_function",),
     "transformers:PreTrainedConfig": ("_attn_implementation", "_experts_implementation", "_name_or_path"),
+    "transformers.integrations.moe:": ("_grouped_linear",),
     "transformers.initialization:normal_": ("_is_hf_initialized",),
     "transformers.modeling_flash_attention_utils:": ("_is_packed_sequence",),
     "transformers.modeling_layers:GradientCheckpointingLayer": ("_can_checkpoint_with_cache",),
@@ -262,6 +263,7 @@ PARAMETERS = {
     ],
     "transformers.modeling_flash_attention_utils:_is_packed_sequence": ["position_ids", "batch_size"],
     "transformers.masking_utils:find_packed_sequence_indices": ["position_ids"],
+    "transformers.integrations.moe:_grouped_linear": ["input", "weight", "offs", "bias", "is_transposed"],
 }
 """Of functions that are called by position, or that others take the place of."""
 
