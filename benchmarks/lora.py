@@ -7,12 +7,14 @@ takes AdamW steps, in turn with the same model without adapters. Time is the med
 what tensors of a rank hold at the peak of a step, the same in every step. Its bound is the rank's part of the base,
 adapters with their gradients and both moments, and what autograd saves for the backward pass. Loading is the peak of a
 process's own memory (no file backs it) until the model is parallel, against the rank's part of base and adapters.
+Beside stacked experts plain peft adds adapters to the weights of all experts; on a mesh rows pass through them.
 """
 
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks._measure import Memory, between, describe_machine
 from benchmarks._model_on_disk import GB, write_model
@@ -47,12 +49,28 @@ SIZES: dict[str, Any] = dict(
     tie_word_embeddings=False,
     use_cache=False,
 )
+EXPERTS: dict[str, Any] = dict(
+    hidden_size=256,
+    moe_intermediate_size=256,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=2048,
+    tie_word_embeddings=False,
+    use_cache=False,
+)
+ON_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},
+    "mesh of one rank": {"tp": 1},
     "tp=2": {"tp": 2},
     "dp_shard=2": {"dp_shard": 2},
     "dp_shard=2 x tp=2": {"dp_shard": 2, "tp": 2},
 }
+
+ON_ALL = LoraConfig(r=RANK, target_modules="all-linear")
 
 
 def main() -> None:
@@ -68,14 +86,21 @@ def main() -> None:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers})).save_pretrained(directory)
             for name, sizes in LAYOUTS.items():
-                ranks = Pool(nursery, 2 ** len(sizes)).run(measure, directory, sizes, timeout=600)
+                ranks = Pool(nursery, prod(sizes.values())).run(measure, directory, sizes, timeout=600)
                 page.add(row(name, *found) for found in zip(("LoRA", "all"), *ranks, strict=True))
         with tempfile.TemporaryDirectory() as directory:
-            size = write_model(Path(directory), 1 if arguments.smoke else LAYERS_TO_LOAD)
-            page.add(["", *REMARKS, *describe_loading(size)])
+            layers = min(layers, EXPERTS["num_hidden_layers"])
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS | {"num_hidden_layers": layers})).save_pretrained(directory)
+            page.add(["", *REMARKS, *describe_experts(layers)])
             for name, sizes in LAYOUTS.items():
-                if sizes:
-                    loaded = Pool(nursery, 2 ** len(sizes)).run(measure_loading, directory, sizes, timeout=600)
+                ranks = Pool(nursery, prod(sizes.values())).run(measure_experts, directory, sizes, timeout=600)
+                page.add([row_of_experts(name, ranks)])
+        with tempfile.TemporaryDirectory() as directory:
+            size = write_model(Path(directory), 1 if arguments.smoke else LAYERS_TO_LOAD)
+            page.add(["", *describe_loading(size)])
+            for name, sizes in LAYOUTS.items():
+                if prod(sizes.values()) > 1:
+                    loaded = Pool(nursery, prod(sizes.values())).run(measure_loading, directory, sizes, timeout=600)
                     page.add([row_of_loading(name, loaded)])
     page.finish(arguments)
 
@@ -123,13 +148,18 @@ def row(name: str, trains: str, *ranks: dict[str, Any]) -> str:
 
 def measure(directory: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Runs on each rank; bytes and seconds, with adapters and without."""
-    models = [make(Path(directory), sizes, adapted) for adapted in (True, False)]
+    models = [make(Path(directory), sizes, config) for config in (ON_ALL, None)]
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-4) for m in models]
-    rows = ROWS // sizes.get("dp_shard", 1)
-    ids = torch.randint(3, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = tokens_of_rank(sizes)
     steps = [[timed_step(*each, ids) for each in zip(models, optimizers, strict=True)] for _ in range(WARM + STEPS)]
     seconds = list(zip(*steps[WARM:], strict=True))
     return [held(*each, ids) | {"seconds": times} for *each, times in zip(models, optimizers, seconds, strict=True)]
+
+
+def tokens_of_rank(sizes: dict[str, int]) -> Tensor:
+    """Draw the rows of a data rank."""
+    rows = ROWS // sizes.get("dp_shard", 1)
+    return torch.randint(3, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> dict[str, float]:
@@ -148,8 +178,36 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> dic
     return {"peak": peak, "base": frozen, "trained": trained, "activations": activations, "ratio": peak / bound}
 
 
-def describe_loading(size: int) -> list[str]:
+def describe_experts(layers: int) -> list[str]:
     """Head of the second table."""
+    shown = {key: value for key, value in EXPERTS.items() if key not in ("use_cache", "tie_word_embeddings")}
+    sizes = ", ".join(f"{key} {value}" for key, value in (shown | {"num_hidden_layers": layers}).items())
+    return [
+        f"Adapters on stacked experts and the projections of attention. Qwen3-MoE, {sizes}; as above.",
+        "",
+        "| layout | step | quartiles | peak of a rank | base | adapters, gradients and moments | activations |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+
+def measure_experts(directory: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """Runs on each rank; bytes and seconds."""
+    config = LoraConfig(r=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=ON_EXPERTS)
+    model = make(Path(directory), sizes, config)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    ids = tokens_of_rank(sizes)
+    times = [timed_step(model, optimizer, ids) for _ in range(WARM + STEPS)][WARM:]
+    return held(model, optimizer, ids) | {"seconds": times}
+
+
+def row_of_experts(name: str, ranks: list[dict[str, Any]]) -> str:
+    """One line of the second table."""
+    of_llama = row(name, "LoRA", *ranks).split(" | ")
+    return " | ".join([of_llama[0], *of_llama[2:-1]]) + " |"
+
+
+def describe_loading(size: int) -> list[str]:
+    """Head of the third table."""
     return [
         f"Loading a Llama of {size / GB:.2f} GB (bfloat16, {LAYERS_TO_LOAD} layers of width 2048) with adapters, in "
         "`configure_model`: the worst rank.",
@@ -162,7 +220,7 @@ def describe_loading(size: int) -> list[str]:
 def measure_loading(directory: str, sizes: dict[str, int]) -> tuple[int, int]:
     """Runs on each rank: the peak of own memory, and bytes of the rank's part."""
     with Memory().measured() as loading:
-        model = make(Path(directory), sizes, True)
+        model = make(Path(directory), sizes, ON_ALL)
         for parameter in model.parameters():
             local_tensor(parameter).add_(0)  # until it is written to, a tensor may be a view of the file
         dist.barrier()
@@ -170,16 +228,15 @@ def measure_loading(directory: str, sizes: dict[str, int]) -> tuple[int, int]:
 
 
 def row_of_loading(name: str, ranks: list[tuple[int, int]]) -> str:
-    """One line of the second table."""
+    """One line of the third table."""
     own, part = max(ranks, key=lambda rank: rank[0] / rank[1])
     return f"| {name} | {own / MIB:.0f} MiB | {part / MIB:.0f} MiB | {own / part:.2f} |"
 
 
-def make(directory: Path, sizes: dict[str, int], adapted: bool) -> nn.Module:
+def make(directory: Path, sizes: dict[str, int], config: LoraConfig | None) -> nn.Module:
     """Reads the model, adapts it, and makes it parallel, as a strategy does around ``configure_model``."""
     build = partial(AutoModelForCausalLM.from_pretrained, directory)
-    config = LoraConfig(r=RANK, target_modules="all-linear")
-    adapt = partial(get_peft_model, peft_config=config) if adapted else lambda base: base
+    adapt = partial(get_peft_model, peft_config=config) if config is not None else lambda base: base
     if not sizes:
         return adapt(build()).train()
     mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")

@@ -24,6 +24,7 @@ from lightning_automodel._compat.transformers.experts import (
     LowRankSum,
     run_grouped_products,
     runs_grouped_products,
+    take_low_rank_sums,
 )
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.wrappers import find_adapted_parameters
@@ -41,6 +42,7 @@ def compute_adapted_parameters(model: nn.Module) -> None:
     for wrapper, layer, _ in find_adapted_parameters(model):
         found.setdefault(layer, []).append(wrapper)
     if found:
+        take_low_rank_sums()
         _register_lay_out()
     for layer, wrappers in found.items():
         wrap_forward(layer, _with_factors)

@@ -32,6 +32,11 @@ class LowRankSum:
     scale: float
 
 
+def take_low_rank_sums() -> None:
+    """Let grouped products of transformers take a :class:`LowRankSum` for a weight; others stay as they are."""
+    moe._grouped_linear = _grouped_linear
+
+
 def runs_grouped_products(experts: nn.Module) -> bool:
     """Tell whether a call of ``experts`` is transformers' own function of grouped products."""
     return (
@@ -45,7 +50,6 @@ def run_grouped_products(experts: Any, args: tuple, kwargs: dict[str, Any]) -> T
     """Run grouped products on what stands for a module of experts, of whose parameters some may be a
     :class:`LowRankSum`.
     """
-    moe._grouped_linear = _grouped_linear
     return _EXPERTS_FORWARD(experts, *args, **kwargs)
 
 
