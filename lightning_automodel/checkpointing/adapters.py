@@ -4,7 +4,8 @@ Both ask for whole tensors by the names of the adapted model, a layer at a time,
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.description import Description
 from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
 from lightning_automodel.modules.ties import say_untied
-from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers, unwrapped
+from lightning_automodel.modules.wrappers import adapters_of, is_wrapper, name_without_wrappers, unwrapped
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -97,6 +98,27 @@ def write_adapters(model: PreTrainedModel, description: Description, fetch: Fetc
         save_file({_PREFIX + name: tensor.clone() for name, tensor in state.items()}, target / _FILE, {"format": "pt"})
         config.inference_mode, config.base_model_name_or_path = True, description.source
         config.save_pretrained(str(target))
+
+
+def warn_of_what_stays_behind(model: PreTrainedModel, description: Description, unlike_files: Collection[str]) -> None:
+    """Warn of weights of the base that adapters alone do not bring along.
+
+    Args:
+        model: from :func:`with_adapters`.
+        description: of it.
+        unlike_files: its parameters that train, or are not as in the files of the base; all of them: that is not known.
+    """
+    added = adapters_of(model)
+    of_base = {name for name, parameter in model.named_parameters() if parameter not in added}
+    written = {name for adapter in description.adapters for name in _of_adapter(model, adapter)}
+    left = sorted(name_without_wrappers(name) for name in (of_base - written) & set(unlike_files))
+    if left and not of_base <= set(unlike_files):
+        warnings.warn(
+            f"adapters are written without {len(left)} weights of the base that train beside them or were changed, "
+            f"such as {left[0]}; who reads them has these as they are in {description.source or 'the base'}. Merge "
+            "(HuggingFaceExport(merge=True), export --merge=true), or name their layers in modules_to_save",
+            stacklevel=2,
+        )
 
 
 def _of_adapter(model: PreTrainedModel, adapter: str) -> Iterator[str]:

@@ -10,7 +10,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from lightning_automodel.checkpointing.adapters import merged, tensors_of_base, with_adapters, write_adapters
+from lightning_automodel.checkpointing.adapters import (
+    merged,
+    tensors_of_base,
+    warn_of_what_stays_behind,
+    with_adapters,
+    write_adapters,
+)
 from lightning_automodel.checkpointing.dcp import StoredTensor
 from lightning_automodel.checkpointing.description import Description, descriptions_of
 from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
@@ -145,6 +151,8 @@ def _export_adapters(
         return base(name_without_wrappers(name))
 
     if not merge:
+        stored = [name for name, _ in model.named_parameters() if prefix + name in state]
+        warn_of_what_stays_behind(model, description, stored)  # what is as in files is in no checkpoint
         write_adapters(model, description, fetch, directory)
         return
     base = tensors_of_base(description.source, description.build())

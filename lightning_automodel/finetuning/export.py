@@ -13,6 +13,7 @@ from lightning_automodel.checkpointing.adapters import (
     check_exportable,
     check_mergeable,
     merged,
+    warn_of_what_stays_behind,
     with_adapters,
     write_adapters,
 )
@@ -21,6 +22,7 @@ from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse
 from lightning_automodel.checkpointing.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
+from lightning_automodel.modules.adapted_bases import names_left_out_of
 from lightning_automodel.modules.wrappers import merged_layers, without_wrappers
 
 
@@ -98,6 +100,9 @@ def write_adapted(
     (description,) = descriptions_of({DESCRIPTIONS: describe_models(module)})
     twin = with_adapters(description)
     if not merge:
+        if is_writer:
+            as_in_files = names_left_out_of(model, module)
+            warn_of_what_stays_behind(twin, description, set(state) - as_in_files)
         write_adapters(twin, description, lambda name: _whole(state[name]), directory if is_writer else None)
         return
     fetch = merged(twin, lambda name: _whole(state[name]))

@@ -1,7 +1,9 @@
 """What is exported, adapters alone or merged, by the callback or of a checkpoint, computes what training left."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
@@ -113,3 +115,42 @@ def test_exports(family: str, method: str, sizes: dict[str, int], tmp_path: Path
 @pytest.mark.parametrize(("family", "method", "sizes"), MORE)
 def test_more_exports(family: str, method: str, sizes: dict[str, int], tmp_path: Path, pool2: Pool) -> None:
     check(family, method, sizes, tmp_path, pool2)
+
+
+class Beside(CausalLM):
+    """Trains something beside its adapter: the last norm."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for name, parameter in self.named_parameters():
+            if name.endswith("model.norm.weight"):
+                parameter.requires_grad = True
+
+
+def warnings_of_export(kind: type[CausalLM], directory: Path) -> list[str]:
+    """Runs on each rank: what is said when adapters are written alone."""
+    module = kind(str(directory / "model"), lr_scheduler=None, peft={"r": 2, "target_modules": ["q_proj"]})
+    callbacks = [
+        ModelCheckpoint(dirpath=directory, filename="last", every_n_train_steps=1),
+        HuggingFaceExport(str(directory / "adapter")),
+    ]
+    trainer = make_trainer({"tp": 2}, max_steps=1, callbacks=callbacks, enable_checkpointing=True)
+    return said_by(lambda: trainer.fit(module, tokens()))
+
+
+def said_by(write: Callable[[], object]) -> list[str]:
+    with catch_warnings(record=True) as said:
+        simplefilter("always")
+        write()
+    return [str(warning.message) for warning in said if "adapters are written without" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Beside, 1), (CausalLM, 0)])
+def test_what_adapters_do_not_bring_along_is_said(kind: type, times: int, tmp_path: Path, pool2: Pool) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    first, second = pool2.run(warnings_of_export, kind, tmp_path, trainer=True)
+    of_checkpoint = said_by(lambda: export(str(tmp_path / "last.ckpt"), str(tmp_path / "written"), merge=False))
+    assert [len(said) for said in (first, second, of_checkpoint)] == [times, 0, times]
+    for said in first + of_checkpoint:
+        assert " 1 weights of the base" in said
+        assert "model.norm.weight" in said
