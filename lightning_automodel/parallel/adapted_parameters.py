@@ -103,9 +103,13 @@ def _with_factors(experts: Any, forward: Callable[..., Tensor], args: tuple, kwa
 
 def _is_apart(experts: nn.Module) -> bool:
     """Tell whether each of the wrappers adds one adapter to weights that are stored as they are computed with."""
-    return _WRAPPERS in vars(experts) and runs_grouped_products(experts) and all(
-        len(_active(wrapper)) == 1 and wrapper.num_experts > 1 and _is_wide(_weight_of(wrapper))
-        for wrapper in vars(experts)[_WRAPPERS]
+    return (
+        _WRAPPERS in vars(experts)
+        and runs_grouped_products(experts)
+        and all(
+            len(_active(wrapper)) == 1 and wrapper.num_experts > 1 and _is_wide(_weight_of(wrapper))
+            for wrapper in vars(experts)[_WRAPPERS]
+        )
     )
 
 
