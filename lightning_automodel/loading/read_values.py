@@ -81,6 +81,8 @@ def _sum_of(tensor: Tensor) -> _Sum:
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    if tensor.dtype.itemsize >= 8:  # signs and exponents alone are high bits, of which an even number adds up to none
+        words = words ^ (words >> 32)
     many = len(words) // _WORDS * _WORDS
     of_many, others = words[:many].view(-1, _WORDS).sum(0), torch.cat([words[many:], flat[8 * len(words) :].long()])
     return tensor.dtype, tensor.shape, _weighted(of_many) + _weighted(others)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel._compat.transformers.models import kept_in_all_models
 from lightning_automodel.modules.chosen import is_chosen_from
 from lightning_automodel.modules.wrappers import unwrapped
@@ -228,5 +229,8 @@ def _outermost(
     if prefix and accept(model, parent) and next(model.parameters(), None) is not None:
         yield prefix, model
         return
-    for name, child in model.named_children():
+    adapted = own_children(model).get(
+        "base_layer"
+    )  # beside it are factors, which their wrapper may read without a call
+    for name, child in model.named_children() if adapted is None else [("base_layer", adapted)]:
         yield from _outermost(child, accept, f"{prefix}.{name}" if prefix else name, model)

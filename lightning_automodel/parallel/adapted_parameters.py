@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel._compat.transformers.experts import (
     LowRankSum,
+    chooses_function,
     run_grouped_products,
     runs_grouped_products,
     take_low_rank_sums,
@@ -30,6 +31,7 @@ from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.wrappers import find_adapted_parameters
 
 _WRAPPERS = "_wrappers_that_adapt_its_parameters"
+_RUNS = "_runs_now"
 _ALIGNMENT = 16  # bytes: what grouped products want of rows
 
 
@@ -45,10 +47,11 @@ def compute_adapted_parameters(model: nn.Module) -> None:
         take_low_rank_sums()
         _register_lay_out()
     for layer, wrappers in found.items():
-        wrap_forward(layer, _with_factors)
-        for module in (layer, *wrappers):
-            vars(module)[_WRAPPERS] = wrappers
+        if chooses_function(layer):
+            vars(layer)[_WRAPPERS] = wrappers
+            wrap_forward(layer, _with_factors)
         for wrapper in wrappers:
+            vars(wrapper)[_RUNS] = False
             wrap_forward(wrapper, _adapt)
 
 
@@ -57,7 +60,7 @@ def _adapt(wrapper: Any, forward: Callable[..., Tensor], args: tuple, kwargs: di
     if not adapters or not _is_wide(weight):
         return forward(*args, **kwargs)
     if _is_apart(layer):
-        return wrapper.base_layer(*args, **kwargs)
+        return _run(wrapper, args, kwargs)
     with torch.autocast(weight.device.type, enabled=False):
         for adapter in adapters:
             weight = weight + wrapper.get_delta_weight(adapter)
@@ -65,6 +68,15 @@ def _adapt(wrapper: Any, forward: Callable[..., Tensor], args: tuple, kwargs: di
     while module is not layer:
         path, module = f"base_layer.{path}", module.base_layer
     return functional_call(wrapper.base_layer, {path: weight}, args, kwargs)
+
+
+def _run(wrapper: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Call what ``wrapper`` surrounds, which adds what it adapts: a layer that is called by itself does not."""
+    setattr(wrapper, _RUNS, True)
+    try:
+        return wrapper.base_layer(*args, **kwargs)
+    finally:
+        setattr(wrapper, _RUNS, False)
 
 
 def _active(wrapper: Any) -> list[str]:
@@ -84,17 +96,22 @@ def _is_wide(weight: Tensor) -> bool:
 
 
 def _with_factors(experts: Any, forward: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    if not _is_apart(experts):
+    running = [wrapper for wrapper in vars(experts)[_WRAPPERS] if getattr(wrapper, _RUNS)]
+    if not running:
         return forward(*args, **kwargs)
-    sums = {wrapper.parameter_name: _sum_of(experts, wrapper) for wrapper in vars(experts)[_WRAPPERS]}
+    sums = {wrapper.parameter_name: _sum_of(experts, wrapper) for wrapper in running}
     return run_grouped_products(_Stand(experts, sums), args, kwargs)
 
 
 def _is_apart(experts: nn.Module) -> bool:
     """Tell whether each of the wrappers adds one adapter to weights that are stored as they are computed with."""
-    return runs_grouped_products(experts) and all(
-        len(_active(wrapper)) == 1 and wrapper.num_experts > 1 and _is_wide(_weight_of(wrapper))
-        for wrapper in vars(experts)[_WRAPPERS]
+    return (
+        _WRAPPERS in vars(experts)
+        and runs_grouped_products(experts)
+        and all(
+            len(_active(wrapper)) == 1 and wrapper.num_experts > 1 and _is_wide(_weight_of(wrapper))
+            for wrapper in vars(experts)[_WRAPPERS]
+        )
     )
 
 

@@ -2,20 +2,23 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.adapted import adapted, adapter_error
+from tests.support.adapted import adapted, adapter_error, with_adapter
 from tests.support.comparison import Schedule
+from tests.support.families import tiny_model
 
 BOUND = 1e-5
 SCHEDULE = Schedule(steps=2, length=12)
@@ -158,3 +161,93 @@ def state_error(state: str, kernel: str) -> float:
 @pytest.mark.parametrize("state", STATES)
 def test_states_of_peft(state: str, kernel: str, pool1: Pool) -> None:
     assert max(pool1.run(state_error, state, kernel)) < BOUND
+
+
+# ---- code of a user's own --------------------------------------------------------------------------------------------
+
+
+def subclass(experts: nn.Module) -> None:
+    kind = type(experts)
+    halved = {"forward": lambda self, *args: kind.forward(self, *args) * 0.5}
+    experts.__class__ = type("Halved", (kind,), halved)
+
+
+def assign(experts: nn.Module) -> None:
+    whole = experts.forward
+    experts.forward = MethodType(lambda self, *args: whole(*args) * 0.5, experts)
+
+
+def error_of(plain: nn.Module, ours: nn.Module, ids: Tensor) -> float:
+    expected, found = gradients(plain, ids), gradients(ours, ids)
+    assert expected.keys() == found.keys() != set()
+    return max(float((found[n] - g).norm() / (g.norm() + 1e-6)) for n, g in expected.items())
+
+
+def own_code_error(change: Callable[[nn.Module], None]) -> float:
+    """Runs on a rank: the largest error of a gradient, with code around the grouped products."""
+    bases = [tiny_model("mixtral", experts="grouped_mm") for _ in range(2)]
+    for base in bases:
+        for layer in base.model.layers:
+            change(layer.mlp.experts)
+    plain, ours = (with_adapter(base, "experts") for base in bases)
+    parallelize(ours.get_base_model(), build_mesh(resolve_sizes(1), "cpu"))
+    return error_of(plain, ours, ids_for(plain))
+
+
+@pytest.mark.parametrize("change", [subclass, assign])
+def test_code_around_grouped_products_runs(change: Callable[[nn.Module], None], pool1: Pool) -> None:
+    assert max(pool1.run(own_code_error, change)) < BOUND
+
+
+def losses_without_wrappers() -> list[float]:
+    """Runs on a rank: the losses of peft and of a mesh, once adapters are taken away again."""
+    models = [adapted("mixtral", "experts") for _ in range(2)]
+    parallelize(models[1].get_base_model(), build_mesh(resolve_sizes(1), "cpu"))
+    models[1].get_base_model().set_experts_implementation("grouped_mm")
+    ids = ids_for(models[0])
+    return [float(model.unload()(input_ids=ids, labels=ids).loss) for model in models]
+
+
+def test_unloaded_adapters_add_nothing(pool1: Pool) -> None:
+    [(expected, found)] = pool1.run(losses_without_wrappers)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Mixing(nn.Module):
+    """A user's own, which reads one of its parameters two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.stacked = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(4, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.flat @ (self.stacked[1] + self.stacked.mean())
+
+
+class Net(nn.Module):
+    """Has no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing, self.last = Mixing(), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = functional.one_hot(input_ids, 8).float()
+        return SimpleNamespace(loss=functional.mse_loss(self.last(self.mixing(x)), x))
+
+
+def own_parameters_error() -> float:
+    """Runs on a rank: the largest error of a gradient of a user's own module."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = LoraConfig(r=3, target_modules=["last"], target_parameters=["mixing.flat", "mixing.stacked"])
+        models.append(get_peft_model(Net(), config, autocast_adapter_dtype=False))  # type: ignore[arg-type]
+        for parameter in models[-1].parameters():
+            nn.init.normal_(parameter)
+    parallelize(models[1].base_model.model, build_mesh(resolve_sizes(1), "cpu"))
+    return error_of(*models, torch.arange(8)[None])
+
+
+def test_parameters_of_a_module_of_ones_own(pool1: Pool) -> None:
+    assert max(pool1.run(own_parameters_error)) < BOUND

@@ -15,6 +15,14 @@ _GROUPED_LINEAR, _EXPERTS_FORWARD = moe._grouped_linear, moe.grouped_mm_experts_
 _NAME = "grouped_mm"
 
 
+@moe.use_experts_implementation
+class _Chosen(nn.Module):
+    """Has the forward of every class whose config chooses the function that computes its experts."""
+
+
+_CHOICE = _Chosen.forward.__code__
+
+
 @dataclass(frozen=True)
 class LowRankSum:
     """A weight of stacked experts, ``weight + scale * (first @ second)``, that is never added up.
@@ -37,11 +45,17 @@ def take_low_rank_sums() -> None:
     moe._grouped_linear = _grouped_linear
 
 
+def chooses_function(experts: nn.Module) -> bool:
+    """Tell whether a call of ``experts`` is nothing but a call of the function that its config names: neither code that
+    was assigned to ``forward``, nor that of a subclass.
+    """
+    return "forward" not in vars(experts) and getattr(type(experts).forward, "__code__", None) is _CHOICE
+
+
 def runs_grouped_products(experts: nn.Module) -> bool:
-    """Tell whether a call of ``experts`` is transformers' own function of grouped products."""
+    """Tell whether the config of ``experts`` names transformers' own function of grouped products."""
     return (
         getattr(getattr(experts, "config", None), "_experts_implementation", None) == _NAME
-        and hasattr(experts, "has_gate")  # its class is one that asks for the implementation
         and moe.ALL_EXPERTS_FUNCTIONS.get(_NAME) is _EXPERTS_FORWARD
     )
 

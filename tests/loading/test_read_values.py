@@ -1,0 +1,28 @@
+"""Sums of what was read from files tell changes of values, whatever bits these have in common."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.loading.read_values import _differs, _sum_of
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sign": torch.neg,
+    "twice": lambda w: w * 2,
+    "half": lambda w: w / 2,
+    "sign of two rows": lambda w: torch.cat([-w[:2], w[2:]]),
+    "order": lambda w: w.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_told(change: str, dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype))
+    read = _sum_of(weight)
+    vector = weight[0]
+    assert not _differs(weight.clone(), read)
+    assert _differs(CHANGES[change](weight), read)
+    assert _differs(CHANGES[change](vector), _sum_of(vector))
