@@ -18,7 +18,7 @@ from lightning_automodel.distributed.shards import copy_from_whole
 from lightning_automodel.loading.broadcast import broadcast
 from lightning_automodel.loading.host_offload import home_of
 from lightning_automodel.loading.stand_in import Gathered, StandIn
-from lightning_automodel.modules.structure import is_kept_in_float32
+from lightning_automodel.modules.structure import computes_in_float32
 
 
 def initialize_missing(
@@ -161,7 +161,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Par
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             keep = parameter in wide and parameter.dtype == torch.float32
-            keep = keep or is_kept_in_float32(model, name) or any(pattern in name for pattern in lenient)
+            keep = keep or computes_in_float32(model, name) or any(pattern in name for pattern in lenient)
             wanted = torch.float32 if keep and dtype.itemsize < 4 else dtype
             if parameter.dtype != wanted and (parameter.dtype, wanted) != (torch.float64, torch.float32):
                 parameter.data = parameter.data.to(wanted)

@@ -31,12 +31,12 @@ from lightning_automodel.loading.initialize import initialize_missing
 from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
 from lightning_automodel.loading.quantized import refuse_quantized, share_forms
 from lightning_automodel.loading.read_values import note_values
-from lightning_automodel.loading.safetensors import SlicedFile, widest_float
+from lightning_automodel.loading.safetensors import SlicedFile, float_dtypes
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter
 from lightning_automodel.loading.whole_values import on_shards
 from lightning_automodel.modules.adapted_bases import note_files
 from lightning_automodel.modules.four_bit import describe, four_bit_layers, store_as_rows
-from lightning_automodel.modules.structure import class_names, is_kept_in_float32
+from lightning_automodel.modules.structure import class_names, holds, is_kept_in_float32
 
 Parallelize = Callable[[PreTrainedModel], Any]
 
@@ -130,7 +130,7 @@ class _ShardedLoading:
         settings = replace(load_config, device_map={"": home})
 
         def read() -> Any:
-            self.asked[model] = _stored_wider(model, asked, widest_float(files) if files else torch.float64.itemsize)
+            self.asked[model] = _stored_wider(model, asked, float_dtypes(files) if files else {torch.float64})
             return original(model, state_dict, files, settings, *args, **kwargs)
 
         if self.replicas is not None and self.replicas.rank() != 0:
@@ -168,18 +168,19 @@ class _ShardedLoading:
         return result
 
 
-def _stored_wider(model: nn.Module, asked: dict[str, torch.dtype], in_files: int) -> dict[str, torch.dtype]:
-    """Keep those dtypes that are narrower than what the files hold, and than what ``model`` stores by now."""
+def _stored_wider(model: nn.Module, asked: dict[str, torch.dtype], files: set[torch.dtype]) -> dict[str, torch.dtype]:
+    """Keep those dtypes that round what the files hold, and what ``model`` stores by now."""
     stored = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
-    sizes = {name: min(dtype.itemsize, in_files) for name, dtype in stored.items()}
-    return {name: dtype for name, dtype in asked.items() if dtype.itemsize < sizes.get(name, 0)}
+    floats = {name: dtype for name, dtype in asked.items() if name in stored}
+    exact = {dtype for dtype in set(floats.values()) if all(holds(dtype, found) for found in files)}
+    return {name: dtype for name, dtype in floats.items() if dtype not in exact and not holds(dtype, stored[name])}
 
 
 def _round(model: nn.Module, asked: dict[str, torch.dtype], read: set[str]) -> None:
     """Let parameters that were read have values of the dtype that was asked for, as on one device.
 
-    transformers reads in the dtype of the parameter, which the precision of the trainer says. Where files are wider
-    than what was asked for, the rest of their digits would train here, and not where a model is read before it is cast.
+    transformers reads in the dtype of the parameter, which the precision of the trainer says. Where files have digits
+    that what was asked for has not, these would train here, and not where a model is read before it is cast.
     """
     with torch.no_grad():
         for name in asked.keys() & read:

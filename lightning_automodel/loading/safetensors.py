@@ -54,18 +54,18 @@ class SlicedFile:
         return FileSlice(mapped, self._bytes, self._start + entry["data_offsets"][0], entry["shape"])
 
 
-def widest_float(files: Iterable[str | os.PathLike[str]]) -> int:
-    """Returns the bytes of the widest floating-point numbers in ``files``; of files other than safetensors' own, 8."""
-    widest = 0
+def float_dtypes(files: Iterable[str | os.PathLike[str]]) -> set[torch.dtype]:
+    """Returns the floating-point dtypes of ``files``; of files other than safetensors' own, the widest."""
+    found: set[torch.dtype] = set()
     for file in files:
         if not str(file).endswith(".safetensors"):
-            return torch.float64.itemsize
+            return {torch.float64}
         with open(file, "rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         names = {entry.get("dtype") for entry in header.values()}  # and metadata, which have none
         dtypes = [str_to_torch_dtype[name] for name in names if name in str_to_torch_dtype]
-        widest = max([widest, *(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)])
-    return widest
+        found.update(dtype for dtype in dtypes if dtype.is_floating_point)
+    return found
 
 
 class FileSlice:

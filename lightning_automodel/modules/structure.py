@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -218,6 +219,23 @@ def is_kept_in_float32(model: nn.Module, name: str) -> bool:
     diffusers says so in an attribute that for transformers concerns float16 only; there, both exist.
     """
     return any(pattern in name for pattern in kept_in_all_models(model))
+
+
+def computes_in_float32(model: nn.Module, name: str) -> bool:
+    """Tells whether the parameter ``name`` is kept in float32 by ``model``, or by what it computes with: a batch norm
+    has running statistics, buffers that keep their dtype, and torch wants its weights in the same one.
+    """
+    statistics = getattr(model.get_submodule(name.rpartition(".")[0]), "running_mean", None)
+    is_beside = isinstance(statistics, Tensor) and statistics.dtype == torch.float32
+    return is_beside or is_kept_in_float32(model, name)
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Tells whether floating-point numbers of ``other`` are not rounded in ``dtype``: float16 has digits that bfloat16
+    has not, which has larger numbers.
+    """
+    mine, theirs = torch.finfo(dtype), torch.finfo(other)
+    return mine.eps <= theirs.eps and mine.max >= theirs.max
 
 
 def _outermost(

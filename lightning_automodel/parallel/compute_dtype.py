@@ -5,6 +5,7 @@ Gradients come back in the dtype of the parameter. Installed as forward hooks an
 carries along.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
-from lightning_automodel.modules.structure import find_blocks, is_kept_in_float32, outermost
+from lightning_automodel.modules.structure import computes_in_float32, find_blocks, outermost
 
 
 def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -27,16 +28,22 @@ def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     keep = find_float32(model)
     blocks = find_blocks(model)
     swaps = {name: ParameterSwap() for name in ("", *blocks)}
+    sizes: dict[str, Counter[tuple[torch.dtype, bool]]] = {name: Counter() for name in swaps}
     cast = Cast(dtype)
     for module_name, module in model.named_modules():
         owner_name = outermost(list(blocks), module_name) or ""
         for name, parameter in own_parameters(module).items():
-            if parameter is not None and parameter.is_floating_point() and parameter not in keep:
+            if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            stays = parameter in keep or parameter.is_complex()
+            sizes[owner_name][parameter.dtype, stays] += parameter.numel()
+            if not stays:
                 swaps[owner_name].add(module, name, cast)
     for name, swap in swaps.items():
         owner = model.get_submodule(name)
         swap.install(owner)
-        owner.register_forward_pre_hook(cast.inputs, with_kwargs=True)
+        if not any(stays for (_, stays), _ in sizes[name].most_common(1)):  # as FSDP2: its largest group of one dtype
+            owner.register_forward_pre_hook(cast.inputs, with_kwargs=True)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def find_float32(model: nn.Module) -> set[nn.Parameter]:
     return {
         parameter
         for name, parameter in model.named_parameters()
-        if is_kept_in_float32(model, name)
+        if computes_in_float32(model, name)
         or parameter.dtype == torch.float64
         or (mixed and parameter.dtype == torch.float32)
     }

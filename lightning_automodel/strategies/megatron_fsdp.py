@@ -207,6 +207,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         keeps = precision.param_dtype == torch.float32 or self.config.preserve_fp32_weights
         return building.Dtypes(
             compute=precision.mp_policy.param_dtype,
+            stored=precision.param_dtype,
             main=torch.float32 if keeps else None,
             reduction=torch.float32 if self.config.grad_reduce_in_fp32 else precision.mp_policy.reduce_dtype,
         )

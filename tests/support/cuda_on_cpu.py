@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron_fsdp import param_and_grad_buffer
+from torch.distributed import distributed_c10d
 
 from lightning_automodel._compat.fake.cuda import CPU, Event, Stream
 from lightning_automodel.parallel.megatron_fsdp import device
@@ -18,11 +19,22 @@ class _Stream(Stream):
 
 
 @contextmanager
-def _in_order(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-    """Waits for coalesced collectives. The library frees buffers in the order of a stream; gloo's threads know none."""
-    with coalescing_manager(*args, **kwargs) as manager:
+def _in_order(group: Any, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+    """Waits for coalesced collectives. The library frees buffers in the order of a stream; gloo's threads know none.
+
+    gloo sends gathers of several dtypes in one buffer of the first one's, which NCCL does not: others go behind them.
+    """
+    others: list[Any] = []
+    with coalescing_manager(group, *args, **kwargs) as manager:
         yield manager
+        waiting = distributed_c10d._world.pg_coalesce_state[group]
+        first = waiting[0].tensor.dtype if waiting else None
+        others += [each for each in waiting if each.dst_tensor is not None and each.tensor.dtype != first]
+        waiting[:] = [each for each in waiting if all(each is not other for other in others)]
     manager.wait()
+    for each in others:
+        reduction = {} if each.redop is None else {"op": each.redop}
+        each.op(each.dst_tensor, each.tensor, group=group, **reduction)
 
 
 @contextmanager

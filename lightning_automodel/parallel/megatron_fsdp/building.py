@@ -19,7 +19,7 @@ from lightning_automodel.checkpointing.save_pretrained import install_saving
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import cast_parameters
 from lightning_automodel.mesh import Axes
-from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.structure import class_names, holds
 from lightning_automodel.parallel.compute_dtype import Cast
 from lightning_automodel.parallel.generation import generate_in_step
 from lightning_automodel.parallel.layer_config import config_for
@@ -37,12 +37,14 @@ class Dtypes:
 
     Attributes:
         compute: parameters during forward and backward passes; ``None``: as the model has them.
+        stored: parameters in the place of ``None`` above; inputs are not cast.
         main: what the optimizer updates; ``None``: what computes.
         reduction: of gradients, and of their sums over micro-batches where the optimizer has such gradients, too;
             ``None``: that of ``compute``.
     """
 
     compute: torch.dtype | None = None
+    stored: torch.dtype | None = None
     main: torch.dtype | None = torch.float32
     reduction: torch.dtype | None = None
 
@@ -102,17 +104,18 @@ def finish_split(model: nn.Module, tp_mesh: DeviceMesh, dtypes: Dtypes) -> dict[
     """Makes parameters plain, and casts them and floating-point inputs, in place.
 
     Returns:
-        the values of parameters before they were cast to a narrower dtype, by name.
+        the values of parameters before they were cast to a dtype that rounds them, by name.
     """
     layout = vars(model)[_LAYOUT]
     if layout is not None:
         make_plain(model, layout, tp_mesh)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    if dtypes.compute is None:
+    wanted = dtypes.compute or dtypes.stored
+    if wanted is None:
         return {}
-    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    cast_parameters(model, dtypes.compute)
-    model.register_forward_pre_hook(Cast(dtypes.compute).inputs, with_kwargs=True)
-    return {
-        name: before[name] for name, p in model.named_parameters() if p.dtype.itemsize < before[name].dtype.itemsize
-    }
+    before = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point()}
+    cast_parameters(model, wanted)
+    if dtypes.compute is not None:
+        model.register_forward_pre_hook(Cast(dtypes.compute).inputs, with_kwargs=True)
+    now = {name: p.dtype for name, p in model.named_parameters()}
+    return {name: value for name, value in before.items() if not holds(now[name], value.dtype)}
