@@ -193,7 +193,8 @@ def _merge(prefix: str, wrapper: nn.Module, fetch: Fetch) -> dict[str, Tensor] |
     values = {name: fetch(f"{prefix}.{name}") for name in (*unfilled, *buffers)}
     if any(values[name] is None for name in unfilled):
         return None
-    _fill(prefix, wrapper, {name: value for name, value in values.items() if value is not None})
+    # Copies: what is fetched may be the model's own memory (a replica on CPU), and merging adds in place.
+    _fill(prefix, wrapper, {name: value.clone() for name, value in values.items() if value is not None})
     layer: Any = wrapper
     with _WithValues(prefix, wrapper):
         while is_wrapper(layer):

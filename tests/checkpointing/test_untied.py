@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -66,8 +67,6 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize("layout", with_long(["fsdp2-tp2", "megatron3-dp2", "ddp-2"], "megatron3-dp2", "ddp-2"))
 @pytest.mark.parametrize("change", [new_head, frozen_head, merged_head])
 def test_it_is_written(change: Callable[[Any, Path], nn.Module], layout: str, tmp_path: Path, pool2: Pool) -> None:
-    if change is not new_head and layout != "fsdp2-tp2":
-        pytest.skip("what configure_model changes of a frozen base is noticed under FSDP2TPStrategy only")
     tiny_llama().save_pretrained(tmp_path)
     adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), LoraConfig(r=2, **SAVED))
     with torch.no_grad():
@@ -79,3 +78,37 @@ def test_it_is_written(change: Callable[[Any, Path], nn.Module], layout: str, tm
     for name in ("exported", "of checkpoint", *(["saved"] if change is new_head else [])):
         found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / name))
         assert (found - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+# ---- usual ties ------------------------------------------------------------------------------------------------------
+
+
+def as_it_is(base: Any, directory: Path) -> nn.Module:
+    return base
+
+
+def adapted(base: Any, directory: Path) -> nn.Module:
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def adapted_table(base: Any, directory: Path) -> nn.Module:
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False))
+
+
+USUAL = {as_it_is: True, adapted: True, adapted_table: False}
+TIED = [(change, layout) for change in USUAL for layout in ("fsdp2-dp2", "fsdp2-tp2", "megatron3-dp2", "ddp-2")]
+
+
+@pytest.mark.parametrize(("change", "layout"), with_long(TIED, *TIED[1:7], *TIED[9:]))
+def test_what_is_tied_stays_so(
+    change: Callable[[Any, Path], nn.Module], layout: str, tmp_path: Path, pool2: Pool
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    expected = pool2.run(trained, layout, change, tmp_path, trainer=True)[0]
+    export(str(tmp_path / "last.ckpt"), str(tmp_path / "of checkpoint"), merge=change is not as_it_is)
+    for name in ("exported", "of checkpoint", *(["saved"] if change is as_it_is else [])):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert (logits(model) - expected).norm() <= 1e-5 * expected.norm(), name
+        with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
+            assert ("lm_head.weight" not in file.keys()) == USUAL[change], name  # noqa: SIM118 - no mapping
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == USUAL[change]
