@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_automodel._compat.transformers.experts import replace_grouped_products
 from lightning_automodel._compat.transformers.models import checkpoint_function, checkpoints_with_cache
 from lightning_automodel.config.activation_checkpointing import SCOPES, Mode, Scope, check_checkpointing, scopes_of
 from lightning_automodel.distributed.logs import log, warn_once
@@ -128,6 +129,8 @@ def _install(part: nn.Module, block: nn.Module, mode: Mode, offload: bool) -> No
 def _checkpointed(module: nn.Module, mode: Mode, offload: bool) -> Around:
     names: tuple[str, ...] = SELECTIVE if mode == "selective" else () if isinstance(mode, bool | str) else tuple(mode)
     routes = _may_route(module)
+    if names and routes:
+        replace_grouped_products()
     eager = [*([keeping_routes] if routes else []), *([saving(names)] if names else [])]
     in_graph: dict[str, Any] = {"context_fn": saving((*names, "routing"))} if names or routes else {}
 

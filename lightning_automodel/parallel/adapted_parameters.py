@@ -23,9 +23,9 @@ from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel._compat.transformers.experts import (
     LowRankSum,
     chooses_function,
+    replace_grouped_products,
     run_grouped_products,
     runs_grouped_products,
-    take_low_rank_sums,
 )
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.wrappers import find_adapted_parameters
@@ -44,7 +44,7 @@ def compute_adapted_parameters(model: nn.Module) -> None:
     for wrapper, layer, _ in find_adapted_parameters(model):
         found.setdefault(layer, []).append(wrapper)
     if found:
-        take_low_rank_sums()
+        replace_grouped_products()
         _register_lay_out()
     for layer, wrappers in found.items():
         if chooses_function(layer):

@@ -40,8 +40,11 @@ class LowRankSum:
     scale: float
 
 
-def take_low_rank_sums() -> None:
-    """Let grouped products of transformers take a :class:`LowRankSum` for a weight; others stay as they are."""
+def replace_grouped_products() -> None:
+    """Let grouped products of transformers take a :class:`LowRankSum` for a weight, and add biases to a copy.
+
+    Biases were added to the result of the product in place, which selective checkpointing may have kept.
+    """
     moe._grouped_linear = _grouped_linear
 
 
@@ -70,8 +73,10 @@ def run_grouped_products(experts: Any, args: tuple, kwargs: dict[str, Any]) -> T
 def _grouped_linear(
     input: Tensor, weight: Tensor | LowRankSum, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
 ) -> Tensor:
-    if not isinstance(weight, LowRankSum):
-        return _GROUPED_LINEAR(input, weight, offs, bias, is_transposed)
-    whole = _GROUPED_LINEAR(input, weight.weight, offs, bias, is_transposed)
-    narrow = _GROUPED_LINEAR(input, weight.first, offs, None, True)
-    return torch.add(whole, _GROUPED_LINEAR(narrow, weight.second, offs, None, True), alpha=weight.scale)
+    if isinstance(weight, LowRankSum):
+        out = _GROUPED_LINEAR(input, weight.weight, offs, None, is_transposed)
+        narrow = _GROUPED_LINEAR(input, weight.first, offs, None, True)
+        out = torch.add(out, _GROUPED_LINEAR(narrow, weight.second, offs, None, True), alpha=weight.scale)
+    else:
+        out = _GROUPED_LINEAR(input, weight, offs, None, is_transposed)
+    return out if bias is None else out + bias

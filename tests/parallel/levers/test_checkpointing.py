@@ -43,6 +43,7 @@ def llama(**changes: Any) -> nn.Module:
 BUILDS = {
     "llama": llama,
     "experts": partial(tiny_model, "mixtral"),
+    "biased experts": partial(tiny_model, "gpt_oss"),
     "shared": shared_keys_and_values,
 }
 CASES: list[tuple[str, Any, dict[str, int], bool]] = [
@@ -53,6 +54,7 @@ CASES: list[tuple[str, Any, dict[str, int], bool]] = [
     ("experts", "full", {"tp": 2}, True),
     ("experts", "submodule", {"tp": 2}, False),
     ("experts", "selective", {"dp_shard": 2}, False),
+    ("biased experts", "selective", {"tp": 2}, False),
     ("shared", "full", {"tp": 2}, False),
     ("shared", "submodule", {"dp_shard": 2}, False),
 ]
