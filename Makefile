@@ -93,6 +93,7 @@ $(NEMO)/.installed: Makefile
 bench-smoke: $(STAMP) ## run every benchmark in its smallest form: none rots
 	$(BIN)/python -m benchmarks --all --smoke
 	$(BIN)/python -m benchmarks.gpu --smoke
+	$(BIN)/python -m benchmarks.gpu.loss --smoke
 	$(BIN)/python -m benchmarks.peers_exactness --smoke
 
 bench-gpu: $(STAMP) ## the ladder of memory and speed on one CUDA device, and its page

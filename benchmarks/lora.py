@@ -12,7 +12,7 @@ Beside stacked experts plain peft adds adapters to the weights of all experts; o
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -39,28 +39,12 @@ from tests.support.files import read_and_adapt
 MIB = 2**20
 TOKENS, ROWS, WARM, STEPS, RANK = 128, 2, 1, 3, 8
 LAYERS_TO_LOAD = 4
-SIZES: dict[str, Any] = dict(
-    hidden_size=256,
-    intermediate_size=704,
-    num_hidden_layers=16,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    vocab_size=2048,
-    tie_word_embeddings=False,
-    use_cache=False,
+BOTH: dict[str, Any] = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048)
+SIZES: dict[str, Any] = BOTH | dict(intermediate_size=704, num_hidden_layers=16)
+EXPERTS: dict[str, Any] = BOTH | dict(
+    moe_intermediate_size=256, num_experts=32, num_experts_per_tok=4, num_hidden_layers=8
 )
-EXPERTS: dict[str, Any] = dict(
-    hidden_size=256,
-    moe_intermediate_size=256,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    num_experts=32,
-    num_experts_per_tok=4,
-    vocab_size=2048,
-    tie_word_embeddings=False,
-    use_cache=False,
-)
+SWITCHES: dict[str, Any] = dict(tie_word_embeddings=False, use_cache=False)
 ON_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},
@@ -84,17 +68,18 @@ def main() -> None:
     with shared_nursery() as nursery:
         with tempfile.TemporaryDirectory() as directory:
             torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers})).save_pretrained(directory)
+            LlamaForCausalLM(LlamaConfig(**of_depth(SIZES, layers), **SWITCHES)).save_pretrained(directory)
             for name, sizes in LAYOUTS.items():
                 ranks = Pool(nursery, prod(sizes.values())).run(measure, directory, sizes, timeout=600)
                 page.add(row(name, *found) for found in zip(("LoRA", "all"), *ranks, strict=True))
         with tempfile.TemporaryDirectory() as directory:
             layers = min(layers, EXPERTS["num_hidden_layers"])
-            Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS | {"num_hidden_layers": layers})).save_pretrained(directory)
+            config = Qwen3MoeConfig(**of_depth(EXPERTS, layers), **SWITCHES)
+            Qwen3MoeForCausalLM(config).save_pretrained(directory)
             page.add(["", *REMARKS, *describe_experts(layers)])
             for name, sizes in LAYOUTS.items():
                 ranks = Pool(nursery, prod(sizes.values())).run(measure_experts, directory, sizes, timeout=600)
-                page.add([row_of_experts(name, ranks)])
+                page.add([f"| {name} | {cells(ranks)} |"])
         with tempfile.TemporaryDirectory() as directory:
             size = write_model(Path(directory), 1 if arguments.smoke else LAYERS_TO_LOAD)
             page.add(["", *describe_loading(size)])
@@ -118,10 +103,19 @@ REMARKS = [
 ]
 
 
+def of_depth(sizes: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Let a model have so many layers."""
+    return sizes | {"num_hidden_layers": layers}
+
+
+def spell(sizes: dict[str, Any]) -> str:
+    """Name the sizes of a model."""
+    return ", ".join(f"{key} {value}" for key, value in sizes.items())
+
+
 def describe(layers: int) -> list[str]:
     """Configuration and versions."""
-    shown = {key: value for key, value in SIZES.items() if key not in ("use_cache", "tie_word_embeddings")}
-    sizes = ", ".join(f"{key} {value}" for key, value in (shown | {"num_hidden_layers": layers}).items())
+    sizes = spell(of_depth(SIZES, layers))
     return [
         "# What LoRA costs",
         "",
@@ -138,12 +132,16 @@ def describe(layers: int) -> list[str]:
 
 
 def row(name: str, trains: str, *ranks: dict[str, Any]) -> str:
-    """One line of the table: the rank that holds most, and the one that takes longest."""
-    worst = {key: max(rank[key] for rank in ranks) for key in ("peak", "base", "trained", "activations", "ratio")}
-    peaks = " | ".join(f"{worst[key] / MIB:.0f} MiB" for key in ("peak", "base", "trained", "activations"))
+    """One line of the first table."""
+    ratio = f"{max(rank['ratio'] for rank in ranks):.2f}" if trains == "LoRA" else ""
+    return f"| {name} | {trains} | {cells(ranks)} | {ratio} |"
+
+
+def cells(ranks: Sequence[dict[str, Any]]) -> str:
+    """What a step took and held: of the rank that takes longest, and of the one that holds most."""
+    worst = [max(rank[key] for rank in ranks) for key in ("peak", "base", "trained", "activations")]
     times = [1e3 * second for second in max((rank["seconds"] for rank in ranks), key=median)]
-    ratio = f"{worst['ratio']:.2f}" if trains == "LoRA" else ""
-    return f"| {name} | {trains} | {median(times):.0f} ms | {between(times)} ms | {peaks} | {ratio} |"
+    return " | ".join([f"{median(times):.0f} ms", f"{between(times)} ms", *(f"{size / MIB:.0f} MiB" for size in worst)])
 
 
 def measure(directory: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -180,8 +178,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> dic
 
 def describe_experts(layers: int) -> list[str]:
     """Head of the second table."""
-    shown = {key: value for key, value in EXPERTS.items() if key not in ("use_cache", "tie_word_embeddings")}
-    sizes = ", ".join(f"{key} {value}" for key, value in (shown | {"num_hidden_layers": layers}).items())
+    sizes = spell(of_depth(EXPERTS, layers))
     return [
         f"Adapters on stacked experts and the projections of attention. Qwen3-MoE, {sizes}; as above.",
         "",
@@ -198,12 +195,6 @@ def measure_experts(directory: str, sizes: dict[str, int]) -> dict[str, Any]:
     ids = tokens_of_rank(sizes)
     times = [timed_step(model, optimizer, ids) for _ in range(WARM + STEPS)][WARM:]
     return held(model, optimizer, ids) | {"seconds": times}
-
-
-def row_of_experts(name: str, ranks: list[dict[str, Any]]) -> str:
-    """One line of the second table."""
-    of_llama = row(name, "LoRA", *ranks).split(" | ")
-    return " | ".join([of_llama[0], *of_llama[2:-1]]) + " |"
 
 
 def describe_loading(size: int) -> list[str]:

@@ -190,17 +190,6 @@ ROWS: list[Row] = [  # the most valuable first: time may be over before the last
         length=8192,
         fields={**FULL, **COMPILED, "float8": "tensorwise"},
     ),
-    *(
-        Row(
-            model="Qwen3-30B-A3B",
-            name=f"{', '.join(['chunked loss', 'checkpointed', *more])}, experts {experts}",
-            length=4096,
-            adapters=ATTENTION,
-            fields={**FULL, **CHUNKED, **dict.fromkeys(more and ["enable_compile"], True)},
-            experts=experts,
-        )
-        for experts, more in (("grouped_mm", []), ("grouped_mm", ["compiled"]), ("eager", []), ("batched_mm", []))
-    ),
     Row(
         model="Qwen3-30B-A3B",
         name="chunked loss, compiled, nothing recomputed, experts grouped_mm",
@@ -209,16 +198,23 @@ ROWS: list[Row] = [  # the most valuable first: time may be over before the last
         fields=COMPILED,
         experts="grouped_mm",
     ),
-    *(  # on experts, too
+    *(
         Row(
             model="Qwen3-30B-A3B",
-            name=f"{', '.join(['chunked loss', 'checkpointed', *more])}, experts grouped_mm",
+            name=f"{', '.join(['chunked loss', 'checkpointed', *more])}, experts {experts}",
             length=4096,
-            adapters=ALL,
+            adapters=adapters,
             fields={**FULL, **CHUNKED, **dict.fromkeys(more and ["enable_compile"], True)},
-            experts="grouped_mm",
+            experts=experts,
         )
-        for more in ([], ["compiled"])
+        for adapters, experts, more in (
+            (ATTENTION, "grouped_mm", []),
+            (ATTENTION, "grouped_mm", ["compiled"]),
+            (ATTENTION, "eager", []),
+            (ATTENTION, "batched_mm", []),
+            (ALL, "grouped_mm", []),
+            (ALL, "grouped_mm", ["compiled"]),
+        )
     ),
     *(  # beside `+ compiled blocks` of the first table
         Row(

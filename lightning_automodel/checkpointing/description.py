@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.ties import untie, untied_names
-from lightning_automodel.modules.wrappers import is_wrapper, without_wrappers
+from lightning_automodel.modules.wrappers import is_wrapper
 
 DESCRIPTIONS = "hugging_face_models"
 
@@ -115,13 +115,8 @@ def _describe(name: str, model: PreTrainedModel, holder: nn.Module | None) -> De
         source=source_of(model.config),
         adapters={n: json.dumps(c.to_dict(), default=list) for n, c in configs.items()},
         active=tuple(_active(model)),
-        untied=_untied(model),
+        untied=tuple(sorted(untied_names(model))),
     )
-
-
-def _untied(model: PreTrainedModel) -> tuple[str, ...]:
-    with without_wrappers(model):
-        return tuple(sorted(untied_names(model)))
 
 
 def _active(model: nn.Module) -> list[str]:

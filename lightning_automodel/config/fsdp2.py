@@ -70,8 +70,8 @@ class FSDP2Config(StageSwitches):
         enable_async_tensor_parallel: the gathers and reduce-scatters of sequence parallelism run piece by piece, beside
             the matrix products that they feed and that feed them. Turns ``sequence_parallel`` on, with a warning; needs
             ``enable_compile`` with "inductor", and GPUs of a tp group that reach each other's memory.
-        enable_compile: compile each block in place, with ``torch.compile``, and what ``chunked_loss`` does with logits;
-            names and checkpoints stay as they are.
+        enable_compile: compile each block in place, with ``torch.compile``, and what the loss does with logits (on
+            CUDA that is compiled in any case); names and checkpoints stay as they are.
         compile_backend: of ``torch.compile``.
         compile_dynamic: ``True``: one graph for all lengths of the sequence. ``False``: one for each. ``None``: for the
             first, and then one for all.

@@ -12,12 +12,12 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.dtensor.tensors import dtensor_like, is_offloaded, mark_as_offloaded
 from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel.distributed.agreement import names_of_any_rank
 from lightning_automodel.distributed.logs import rehearsal
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.loading.whole_values import on_shards, was_written, whole_of
@@ -55,7 +55,8 @@ def values_aside(model: nn.Module) -> Generator[None, None, None]:
     """
     values = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
     changed = [name for name, value in values.items() if was_written(value)]
-    _agree_on_changed(model, changed + (_names_replaced(model) if values else []))
+    changed += _names_replaced(model) if values else []
+    forget_files(model, names_of_any_rank(changed))  # a rank with an empty shard has written nothing
     on_meta = {parameter: _on_meta(parameter) for parameter in values.values()}
     for name, parameter in values.items():
         _set(model, name, on_meta[parameter])
@@ -68,15 +69,6 @@ def _names_replaced(model: nn.Module) -> list[str]:
     """Name parameters below adapters in whose places the user's code has put others."""
     with without_wrappers(model):
         return [n for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)]
-
-
-def _agree_on_changed(model: nn.Module, changed: list[str]) -> None:
-    """Forget the file of each parameter that any rank has changed; one with an empty shard has written nothing."""
-    found: list[list[str]] = [changed]
-    if dist.is_initialized():
-        found = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, changed)
-    forget_files(model, {name for names in found for name in names})
 
 
 @on_shards

@@ -9,12 +9,13 @@ adapter that is merged, weights that are scaled, more tokens) does not. Sharded 
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.distributed.agreement import names_of_any_rank
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_from_files
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
 
@@ -22,7 +23,11 @@ _READ = "_values_that_were_read"
 _WORDS = 1021
 """A prime, so that rows of no usual length change places unnoticed."""
 
-_Sum = tuple[torch.dtype, torch.Size, Tensor]
+
+class _Sum(NamedTuple):
+    dtype: torch.dtype
+    shape: torch.Size
+    total: Tensor
 
 
 def note_values(model: nn.Module) -> None:
@@ -43,37 +48,28 @@ def forget_changed(module: nn.Module) -> None:
     Before parameters are cast or cut by the strategy; the first time that it is called for a model counts. Without
     adapters nothing is left out of checkpoints, and nothing compared.
     """
-    compared = {
-        f"{prefix}.{name}" if prefix else name: is_like
+    changed = [
+        f"{prefix}.{name}" if prefix else name
         for prefix, model in module.named_modules()
         if (sums := vars(model).pop(_READ, None)) is not None and any(map(is_wrapper, model.modules()))
-        for name, is_like in _compared(model, sums).items()
-    }
-    changed = [name for name, is_like in compared.items() if not is_like]
-    if dist.is_initialized():
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, changed)
-        changed = sorted({name for names in found for name in names})
-    forget_files_below(module, changed)
+        for name in _changed(model, sums)
+    ]
+    forget_files_below(module, names_of_any_rank(changed))
 
 
-def _compared(model: nn.Module, sums: Mapping[str, _Sum]) -> dict[str, bool]:
-    """Tell of each plain parameter in the place of one that was read whether it has the same values."""
-    names, found = names_from_files(model), {}
+def _changed(model: nn.Module, sums: Mapping[str, _Sum]) -> list[str]:
+    """Name the plain parameters in the places of those that were read, which have other values."""
+    names, others, differs = names_from_files(model), [], {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = name_without_wrappers(name)
         if first not in names or ".modules_to_save." in name or isinstance(parameter, DTensor) or parameter.is_meta:
             continue
-        found[name] = _differs(parameter, sums[first]) if first in sums else None
-    known = {name: differs for name, differs in found.items() if differs is not None}
-    differ = torch.stack(list(known.values())).tolist() if known else []
-    return {name: False for name in found} | {n: not d for n, d in zip(known, differ, strict=True)}
-
-
-def _differs(parameter: Tensor, read: _Sum) -> Tensor | None:
-    """Compare, without a wait for the device; ``None`` if the shape tells."""
-    dtype, shape, total = read
-    return _sum_of(parameter.detach().to(dtype))[2].to(total.device) != total if parameter.shape == shape else None
+        if (read := sums.get(first)) is None or read.shape != parameter.shape:
+            others.append(name)
+        else:
+            differs[name] = _sum_of(parameter.detach().to(read.dtype)).total.to(read.total.device) != read.total
+    told = torch.stack(list(differs.values())).tolist() if differs else []  # one wait for the device
+    return others + [name for name, differ in zip(differs, told, strict=True) if differ]
 
 
 def _sum_of(tensor: Tensor) -> _Sum:
@@ -85,7 +81,7 @@ def _sum_of(tensor: Tensor) -> _Sum:
         words = words ^ (words >> 32)
     many = len(words) // _WORDS * _WORDS
     of_many, others = words[:many].view(-1, _WORDS).sum(0), torch.cat([words[many:], flat[8 * len(words) :].long()])
-    return tensor.dtype, tensor.shape, _weighted(of_many) + _weighted(others)
+    return _Sum(tensor.dtype, tensor.shape, _weighted(of_many) + _weighted(others))
 
 
 def _weighted(words: Tensor) -> Tensor:

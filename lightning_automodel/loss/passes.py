@@ -31,6 +31,11 @@ class Passes:
     add_up: Callable[..., tuple[Tensor, Tensor | None]]
     write_gradient: Callable[..., None]
 
+    @property
+    def fail(self) -> bool:
+        """Tell whether one of them could not be compiled, though nobody had asked for it."""
+        return any(isinstance(each, _UnlessItFails) and each.fails for each in (self.add_up, self.write_gradient))
+
 
 def passes_for(config: StageSwitches, device_type: str) -> Passes | None:
     """Choose the passes of a model's loss: compiled where its blocks are, and on CUDA; ``None``: kernel by kernel.
@@ -58,21 +63,20 @@ def _passes_that_may_fail() -> Passes:
 
 
 class _UnlessItFails:
-    """Runs a function compiled, or as it is where nothing can be compiled: nobody has asked for it."""
+    """Runs a function compiled. Where nothing can be compiled its first call runs as it is, and should be the last."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._compiled = function, torch.compile(function)
-        self._fails = False
+        self.fails = False
 
     def __call__(self, *args: Any) -> Any:
-        if not self._fails:
-            try:
-                return self._compiled(*args)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # compilers have no class of errors in common
-                self._fails = True
-                warn_once(_cannot_compile(error))
+        try:
+            return self._compiled(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers have no class of errors in common
+            self.fails = True
+            warn_once(_cannot_compile(error))
         return self._function(*args)
 
 

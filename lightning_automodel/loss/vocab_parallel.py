@@ -110,8 +110,8 @@ class SmoothedLoss:
         return maximum, sums
 
     def passes_over(self, logits: Tensor) -> Passes | None:
-        """Returns the compiled passes, unless this rank holds no part of the vocabulary."""
-        return self.passes if logits.shape[-1] else None
+        """Returns the compiled passes, unless they fail, or this rank holds no part of the vocabulary."""
+        return None if self.passes is None or self.passes.fail or not logits.shape[-1] else self.passes
 
     def exponentiate(self, shifted: Tensor, sums: Tensor) -> None:
         """Replaces logits minus their maximum by their exponentials, and writes their ``sums``."""
@@ -285,7 +285,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, loss: SmoothedLoss, ignore_index: int | None) -> Tensor:
         maximum, sums = loss.start(logits, targets)
-        for rows in _blocks(logits, loss.passes):
+        for rows in _blocks(logits, loss.passes_over(logits)):
             loss.add_up(logits[rows], maximum[rows], sums[:, rows])
         loss.shard.reduce(sums)
         # Not the log-partition alone, maximum + log(sum): beside large logits it would lose its last digits.
@@ -300,7 +300,7 @@ class _TokenLosses(torch.autograd.Function):
         if is_differentiated():
             return ctx.loss.gradient(logits, targets, maximum, grad), None, None, None
         result = torch.empty_like(logits)
-        for rows in _blocks(logits, ctx.loss.passes):
+        for rows in _blocks(logits, ctx.loss.passes_over(logits)):
             ctx.loss.write_gradient(logits[rows], targets[rows], maximum[rows], sums[rows], grad[rows], result[rows])
         return result, None, None, None
 

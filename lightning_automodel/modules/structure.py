@@ -247,8 +247,8 @@ def _outermost(
     if prefix and accept(model, parent) and next(model.parameters(), None) is not None:
         yield prefix, model
         return
-    adapted = own_children(model).get(
-        "base_layer"
-    )  # beside it are factors, which their wrapper may read without a call
-    for name, child in model.named_children() if adapted is None else [("base_layer", adapted)]:
+    children = model.named_children()
+    if (adapted := own_children(model).get("base_layer")) is not None:
+        children = iter([("base_layer", adapted)])  # beside it are factors, which their wrapper may read without a call
+    for name, child in children:
         yield from _outermost(child, accept, f"{prefix}.{name}" if prefix else name, model)

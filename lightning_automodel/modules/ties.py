@@ -7,14 +7,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel.modules.wrappers import without_wrappers
 
 
 def untied_names(model: PreTrainedModel) -> set[str]:
-    """Name the weights that the class of ``model`` ties to others, and that are tensors of their own in it.
+    """Name the weights that the class of ``model`` ties to others, and that are tensors of their own in it, wrappers
+    apart.
 
     ``tie_word_embeddings`` may still be true: transformers writes both, and does not tie what it reads unlike.
     """
-    held = dict(model.named_parameters(remove_duplicate=False))
+    with without_wrappers(model):
+        held = dict(model.named_parameters(remove_duplicate=False))
     return {n for n, twin in model.all_tied_weights_keys.items() if n in held and held[n] is not held.get(twin)}
 
 

@@ -2,15 +2,15 @@
 
 ::
 
-    peft     W' = W + s B A in each pass, two times (it checks what it registers), and in each recomputation
-    here     W' = W + s B A once
+    peft     W' = W + s B A in each pass and recomputation, two times: it checks what it registers
+    here     W' = W + s B A in each, once
     experts  y = x W^T + s (x A^T) B^T, where their products are grouped: W' of all experts is never made, none is kept
              for the backward pass, and no gradient of its size exists
 
 A graph cannot hold what peft registers. In bfloat16 the sum W' rounds away most of what small factors add.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,12 +62,21 @@ def _adapt(wrapper: Any, forward: Callable[..., Tensor], args: tuple, kwargs: di
     if _is_apart(layer):
         return _run(wrapper, args, kwargs)
     with torch.autocast(weight.device.type, enabled=False):
-        for adapter in adapters:
-            weight = weight + wrapper.get_delta_weight(adapter)
+        weight = _add(wrapper, weight, adapters)
     path, module = wrapper.parameter_name, wrapper.base_layer
     while module is not layer:
         path, module = f"base_layer.{path}", module.base_layer
     return functional_call(wrapper.base_layer, {path: weight}, args, kwargs)
+
+
+def _add(wrapper: Any, weight: Tensor, adapters: Sequence[str]) -> Tensor:
+    """Add adapters to a weight; one of stacked experts as peft does, without a second tensor of their size."""
+    if len(adapters) == 1 and wrapper.num_experts > 1:
+        left, right, scale = wrapper.get_delta_factors(adapters[0])
+        return torch.baddbmm(weight, left, right, alpha=scale)
+    for adapter in adapters:
+        weight = weight + wrapper.get_delta_weight(adapter)
+    return weight
 
 
 def _run(wrapper: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -121,8 +130,7 @@ def _sum_of(experts: Any, wrapper: Any) -> LowRankSum:
     rank = first.shape[-1]
     if missing := -rank % (_ALIGNMENT // first.element_size()):
         first, second = pad(first, (0, missing)), pad(second, (0, 0, 0, missing))
-    weight = _weight_of(wrapper)
-    return LowRankSum(weight, first, _laid_out(second), scale)
+    return LowRankSum(_weight_of(wrapper), first, _laid_out(second), scale)
 
 
 def _laid_out(factor: Tensor) -> Tensor:

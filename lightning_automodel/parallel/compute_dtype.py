@@ -42,7 +42,8 @@ def install_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for name, swap in swaps.items():
         owner = model.get_submodule(name)
         swap.install(owner)
-        if not any(stays for (_, stays), _ in sizes[name].most_common(1)):  # as FSDP2: its largest group of one dtype
+        largest = max(sizes[name], key=sizes[name].__getitem__, default=None)  # says so, as of a unit of FSDP2
+        if largest is None or not largest[1]:
             owner.register_forward_pre_hook(cast.inputs, with_kwargs=True)
 
 
