@@ -205,7 +205,7 @@ def error_of_switching(layout: str, directory: Path) -> tuple[float, str]:
     return largest(module, expected)
 
 
-@pytest.mark.parametrize("layout", ["ddp-2", "fsdp2-dp2"])
+@pytest.mark.parametrize("layout", with_long(["ddp-2", "fsdp2-dp2"], "ddp-2"))
 def test_adapters_are_switched_in_a_run(layout: str, directory: Path, pool2: Pool) -> None:
     for found in pool2.run(error_of_switching, layout, directory, trainer=True):
         assert found[0] <= BOUND, found
@@ -231,7 +231,7 @@ def error_of_preferring(layout: str, directory: Path) -> tuple[float, str]:
     return largest(module, expected)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2-dp2", "fsdp2-tp2"])
+@pytest.mark.parametrize("layout", with_long(["fsdp2-dp2", "fsdp2-tp2"], "fsdp2-dp2"))
 def test_the_base_is_read_beside_its_adapters(layout: str, directory: Path, pool2: Pool) -> None:
     for found in pool2.run(error_of_preferring, layout, directory, trainer=True):
         assert found[0] <= BOUND, found

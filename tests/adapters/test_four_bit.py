@@ -103,6 +103,7 @@ def test_blocks_across_rows(tmp_path: Path, pool2: Pool) -> None:
     check(pool2, tmp_path, [("fsdp2-dp2", DOUBLE, {})])
 
 
+@pytest.mark.long
 def test_four_ranks(directory: Path, pool4: Pool) -> None:
     check(pool4, directory, [("fsdp2-dp2-tp2", DOUBLE, {})])
 

@@ -32,6 +32,7 @@ from lightning_automodel.checkpointing.staging import Staging, remove_checkpoint
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.strategies.checkpoints.hooks import load
 from lightning_automodel.testing.pool import Pool, RankFailed
+from tests.support.marks import with_long
 from tests.support.training import Recorder, batches, make_trainer, world_size
 
 
@@ -250,7 +251,7 @@ def go_on_from_last(directory: Path, damage: str, skip: bool) -> dict[str, Any]:
     return {"steps": steps, "messages": [message for message in messages if "is damaged" in message]}
 
 
-@pytest.mark.parametrize("damage", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", with_long(["__0_0.distcp", ".metadata"], ".metadata"))
 def test_last_passes_over_a_damaged_checkpoint(pool2: Pool, tmp_path: Path, damage: str) -> None:
     first, second = pool2.run(go_on_from_last, tmp_path, damage, True, trainer=True)
     assert first["steps"] == second["steps"] == 8  # of 4 in an epoch

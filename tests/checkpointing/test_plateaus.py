@@ -55,7 +55,7 @@ def run(how: dict[str, Any], saver: dict[str, Any], directory: Path, resume: str
 
 
 EVERY = [(case, by_steps) for case in CASES for by_steps in (False, True)]
-QUICK = [("behind a validation", True), ("every second epoch", False), ("of training", True)]
+QUICK = [("behind a validation", True), ("every second epoch", False)]
 
 
 @pytest.mark.parametrize(("case", "by_steps"), with_long(EVERY, *(case for case in EVERY if case not in QUICK)))

@@ -20,6 +20,7 @@ from lightning_automodel.plans.known_code import is_known, works_across_features
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, batches, compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 BOUND = 1e-5
 SCHEDULE = Schedule(steps=2)
@@ -265,7 +266,7 @@ def messages(config: FSDP2Config) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_what_a_part_of_the_features_does_not_tell_is_refused(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(messages, FSDP2Config(sequence_parallel=sequence_parallel)):
         silent = {name for name, message in found.items() if "model.layers." not in message}
@@ -329,7 +330,7 @@ def mask_heads(config: FSDP2Config) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_masks_of_each_head_are_cut(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(mask_heads, FSDP2Config(sequence_parallel=sequence_parallel)):
         assert max(found) < BOUND

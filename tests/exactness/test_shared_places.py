@@ -13,6 +13,7 @@ from lightning_automodel.plans.selection import select_plan
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 BOUND = 1e-5
 
@@ -66,7 +67,7 @@ def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[],
     return {make.__name__: compare(make, sizes, world, schedule, config).largest for make in makers}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_what_stands_in_several_places_is_exact(sequence_parallel: bool, pool2: Pool) -> None:
     makers = SHARED if sequence_parallel else [*SHARED, norm_of_blocks_and_model]
     for found in pool2.run(errors, {"tp": 2}, FSDP2Config(sequence_parallel=sequence_parallel), makers):

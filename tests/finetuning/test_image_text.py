@@ -15,6 +15,7 @@ from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM
 from lightning_automodel.finetuning.image_text import ChatCollator
 from lightning_automodel.finetuning.sources import ChatRecord
 from lightning_automodel.testing.pool import Pool
+from tests.support.marks import with_long
 from tests.support.training import make_trainer, whole_parameters, world_size
 
 
@@ -78,7 +79,7 @@ def _fit(folder: str, tp: int) -> list[torch.Tensor]:
     return list(whole_parameters(module).values())
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", with_long([1, 2], 1))
 def test_two_processes_train_as_one_does(folder: Path, pool2: Pool, tp: int) -> None:
     untrained = ImageTextLM(str(folder / "model"))
     untrained.configure_model()

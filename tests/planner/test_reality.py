@@ -24,6 +24,7 @@ def real(nursery: Nursery) -> Callable[[str], Real]:
 
 
 LONG = (
+    "dp2-accumulated",
     "tp2",
     "dp2",
     "cp2",

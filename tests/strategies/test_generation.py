@@ -160,7 +160,7 @@ ALL = [
     if not (issubclass(kind, WITHOUT_PLAN) and "tp2" in layout)
     and not (issubclass(kind, READING_WHOLE) and "megatron" in layout)
 ]
-FAST = [*((kind, "fsdp2-dp2") for kind in (Rewarded, Adapted))]
+FAST = [(Adapted, "fsdp2-dp2")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))

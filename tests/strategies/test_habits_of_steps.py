@@ -418,7 +418,7 @@ def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery:
     compare(nursery, kind, layout)
 
 
-@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("is_static", with_long([False, True], False))
 def test_models_train_in_turn_as_replicas(is_static: bool, nursery: Nursery) -> None:
     compare(nursery, InTurn, "ddp-2", config=DDPConfig(static_graph=is_static))
 

@@ -232,7 +232,7 @@ ALL = [
     if not (kind in WITHOUT_PLAN and "tp2" in layout) and not (issubclass(kind, LEAVING_OUT) and layout == "ddp-2")
 ]
 FAST = [
-    *((kind, "fsdp2-dp2") for kind in (Early, OverBlocks, Glued, OnceMore, Contrast)),
+    *((kind, "fsdp2-dp2") for kind in (Early, OverBlocks, Glued, OnceMore)),
     *((kind, "fsdp2-tp2") for kind in (WithoutHead, Early, Glued)),
     (InTurnByUnits, "fsdp2-dp2-tp2"),
     *((kind, "fsdp2-cp2") for kind in (Embedded, Bare)),

@@ -478,7 +478,7 @@ def from_within(layout: str) -> dict[str, Any]:
     return weights_from_within(LAYOUTS[layout].make())
 
 
-@pytest.mark.parametrize("layout", ["megatron1-dp2", "megatron3-dp2"])
+@pytest.mark.parametrize("layout", with_long(["megatron1-dp2", "megatron3-dp2"], "megatron1-dp2"))
 def test_a_pass_from_within_is_the_strategys(layout: str, pool2: Pool) -> None:
     found = pool2.run(from_within, layout, trainer=True)[0]
     torch.testing.assert_close(found, weights_from_within(SingleDeviceStrategy()), rtol=1e-4, atol=1e-6)

@@ -18,6 +18,7 @@ from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
 from lightning_automodel.strategies.precision import FSDP2Precision
 from lightning_automodel.testing.pool import Pool
 from tests.strategies.modules import CONFIG, TinyModule, loader, trainer
+from tests.support.marks import with_long
 
 NAMES = ["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 
@@ -207,7 +208,7 @@ def scaled(tp: int, directory: Any, fused: bool = False, manual: bool = False, b
 
 
 @pytest.mark.parametrize(
-    ("tp", "settings"), [(1, {}), (2, {"fused": True}), (1, {"manual": True}), (2, {"by": "value"})]
+    ("tp", "settings"), with_long([(1, {}), (2, {"fused": True}), (1, {"manual": True}), (2, {"by": "value"})], (1, {}))
 )
 def test_all_ranks_skip_a_step_that_overflows_on_one(tp: int, settings: dict[str, Any], pool2: Pool) -> None:
     results = pool2.run(scaled, tp, trainer=True, with_directory=True, **settings)

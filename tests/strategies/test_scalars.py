@@ -239,7 +239,10 @@ def contrast(strategy: Any, directory: Path, data: int, name: str) -> dict[str, 
     return whole
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+CLIP_SIZES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+
+
+@pytest.mark.parametrize("sizes", with_long(CLIP_SIZES, CLIP_SIZES[-1]), ids=str)
 def test_clip_from_files_to_files(sizes: dict[str, int], nursery: Nursery, tmp_path: Path) -> None:
     tiny_clip().save_pretrained(tmp_path / "start")
     ranks = 2 * len(sizes)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.subjects import gather_part
 from tests.support.training import HIDDEN, VOCABULARY, batches, make_trainer, tiny_llama
 
@@ -118,7 +119,7 @@ def normalize(layout: str | None, precision: Any) -> list[float]:
     return module.losses[:3]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", with_long(["bf16-mixed", "bf16-true"], "bf16-true"))
 def test_batch_norms_compute_with_their_statistics(precision: str, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(normalize, None, "32-true", trainer=True)
     for layout in SEVERAL:

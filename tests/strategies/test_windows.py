@@ -126,7 +126,7 @@ def run(layout: str | None, kind: type[Descending]) -> list[dict[str, Any]]:
 
 NAMES = ("fsdp2-dp2", "fsdp2-tp2", "ddp-2", "megatron1-dp2", "megatron3-dp2", "megatron0-dp2", "megatron2-dp2")
 ALL = [(kind, layout) for kind in CASES for layout in NAMES]
-FAST = [(DropsOfOne, "megatron3-dp2"), *((kind, "fsdp2-dp2") for kind in (DropsByModule, DropsByHand, Changes, Stops))]
+FAST = [(DropsOfOne, "megatron3-dp2"), *((kind, "fsdp2-dp2") for kind in (DropsByModule, Changes, Stops))]
 
 
 @pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))

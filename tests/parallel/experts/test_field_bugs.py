@@ -183,7 +183,9 @@ CASES: dict[str, Callable[[], tuple[float, str]]] = {
 }
 
 
-@pytest.mark.parametrize("names", [list(CASES)[:3], list(CASES)[3:]], ids=["passes", "settings"])
+@pytest.mark.parametrize(
+    "names", [list(CASES)[:3], pytest.param(list(CASES)[3:], marks=pytest.mark.long)], ids=["passes", "settings"]
+)
 def test_case(names: list[str], pool4: Pool) -> None:
     for found in pool4.run(all_cases, names):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
