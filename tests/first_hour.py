@@ -32,6 +32,7 @@ STEPS = "--trainer.max_steps=2"
 GPUS_ONLY = ("megatron_fsdp",)
 LONGEST = 1800  # seconds, for any command
 SECONDS = 10.0  # for a wrong command: processor time of its processes, less the imports of libraries in one of them
+OF_THIS_MACHINE = ("PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE")  # variables that a user's shell has not
 IMPORTS = "import torch, torch.distributed.tensor, transformers.modeling_layers, lightning.pytorch.cli"
 
 FULL = "lightning-automodel fit --config=examples/full.yaml"
@@ -77,7 +78,7 @@ class Hour:
     @property
     def environment(self) -> dict[str, str]:
         """The variables of a shell of the clone."""
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+        environment = {key: value for key, value in os.environ.items() if key not in OF_THIS_MACHINE}
         return environment | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(self.folder),
