@@ -1,4 +1,4 @@
-"""Keeps the digits of frozen parameters that compute in a narrower dtype, which Megatron-FSDP keeps for trained ones only.
+"""Keeps the digits of frozen parameters that compute in a narrower dtype, as Megatron-FSDP does for what trains.
 
 A base below adapters, a teacher, an average of weights: checkpoints and exports hold what was read, and small changes
 that a hook makes (``average.lerp_(weight, 0.001)``) add up, as they do in the float32 shards of FSDP2.
