@@ -7,7 +7,7 @@ The library's wrapper is not in the module tree, so names stay; it is told by ho
     end_backward               the window's end: gradients are reduced, parameters become those that the optimizer has
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -36,7 +36,7 @@ from lightning_automodel.parallel.megatron_fsdp.partitions import (
     refuse_operations,
     refuse_reductions,
 )
-from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
+from lightning_automodel.parallel.megatron_fsdp.plain import Slice, slice_of, sum_over_tp
 from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
 from lightning_automodel.parallel.megatron_fsdp.widening import widen_frozen
 from lightning_automodel.parallel.megatron_fsdp.windows import WindowGradients
@@ -79,9 +79,7 @@ class ShardedModules:
         wide = {f"{i}.{name}": value for i, each in enumerate(originals) for name, value in each.items()}
         self._widened = [] if dtypes.main is None else widen_frozen(self.wrapper, wide, dtypes.main)
         self._reductions = ReductionsInOrder(self.wrapper)
-        for name, found in slices.items():
-            if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
-                sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
+        self._sum_partial_gradients(slices)
         self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
         for parameter in self._parameters.values():
             count_writes_through_data(parameter)
@@ -107,6 +105,11 @@ class ShardedModules:
         self._writes_seen = self._writes()
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
+
+    def _sum_partial_gradients(self, slices: Mapping[str, Slice | None]) -> None:
+        for name, found in slices.items():
+            if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
+                sum_over_tp(self.wrapper.raw_param[name], self._tp_mesh.get_group())
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
