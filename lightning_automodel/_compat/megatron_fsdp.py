@@ -17,6 +17,21 @@ def use_parameters_of_optimizer(wrapper: Any) -> None:
     wrapper._replace_param_with_distributed_if_needed()
 
 
+def exchange_parameters_of_optimizer(wrapper: Any, others: Mapping[str, nn.Parameter]) -> None:
+    """Let the library put ``others`` in place of the parameters of those names that it made for the optimizer."""
+    was_in_place = wrapper.is_param_fsdp_distributed
+    use_raw_parameters(wrapper)
+    held = wrapper.param_and_grad_buffer.optimizer_named_parameters
+    for i, (name, parameter) in enumerate(held):
+        if name in others:
+            for noted in ("orig_param", "megatron_fsdp_dist_index", "megatron_fsdp_slice", "reset_attribute"):
+                if hasattr(parameter, noted):
+                    setattr(others[name], noted, getattr(parameter, noted))
+            held[i] = (name, others[name])
+    if was_in_place:
+        use_parameters_of_optimizer(wrapper)
+
+
 def remove_root_hooks(wrapper: Any) -> int:
     """Take away the hooks by which the library finds the beginning of a backward pass: they see tensors only, no dicts.
 

@@ -19,6 +19,7 @@ from lightning_automodel._compat.dtensor.tensors import dtensor_like
 from lightning_automodel._compat.fsdp2.units import Pending, fsdp_units, holds_partial_sums, pending_gradients
 from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.states import clean_name
+from lightning_automodel.distributed.shards import local_tensor
 
 
 def collect_gradients(model: nn.Module, data_group: ProcessGroup) -> dict[str, Tensor]:
@@ -62,8 +63,8 @@ def _of_any_rank(found: list[Pending]) -> list[Pending]:
     return [each for each, is_waiting in zip(found, there.tolist(), strict=True) if is_waiting]
 
 
-def read_gradients(model: nn.Module, saved: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
-    """Reads what :func:`collect_gradients` returned, for ``model`` in any layout. Collective.
+def read_gradients(model: nn.Module, saved: Mapping[str, Any], scale: float = 1.0) -> dict[nn.Parameter, Tensor]:
+    """Reads what :func:`collect_gradients` returned, times ``scale``, for ``model`` in any layout. Collective.
 
     They become valid as ``parameter.grad``, set before the next micro-batch.
     """
@@ -74,6 +75,8 @@ def read_gradients(model: nn.Module, saved: Mapping[str, Any]) -> dict[nn.Parame
             gradients[parameter] = torch.zeros_like(parameter, requires_grad=False)
             pairs.append((gradients[parameter], value))
     fetch(pairs)
+    for gradient in gradients.values() if scale != 1 else ():
+        local_tensor(gradient).mul_(scale)
     return gradients
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from lightning_automodel._compat.transformers.loading import revert_weight_conversion
+from lightning_automodel._compat.transformers.models import kept_in_float32
 from lightning_automodel.modules.structure import class_names, find_blocks, name_in_source, outermost
 from lightning_automodel.modules.ties import untied_names
 
@@ -74,7 +75,8 @@ def write_pretrained(
             Called once for each, in the same order in every process, so that it may be collective.
         directory: made if it does not exist; weights in it are replaced once all are written. ``None``: this process
             takes part in ``fetch`` and writes nothing.
-        dtype: of floating-point tensors in the files; ``None``: as they come.
+        dtype: of floating-point tensors in the files, but for what the model keeps in float32 beside it, as
+            ``from_pretrained`` does (the bias that chooses experts, say); ``None``: as they come.
         max_shard_size: bytes of a file, or text such as "2GB"; what the writing process holds at most, unless one block
             is larger.
         variant: stands in the names of files, as ``from_pretrained`` expects it.
@@ -82,10 +84,11 @@ def write_pretrained(
     limit = parse_size(max_shard_size)
     shards = None if directory is None else _Shards(directory, limit, variant)
     dtypes: set[torch.dtype] = set()
+    kept = () if dtype is None else kept_in_float32(model, dtype)
     for names in group_names(model):
         fetched = {name: fetch(name) for name in names}
         if shards is not None:
-            tensors = {name: _cast(t, dtype) for name, t in fetched.items() if t is not None}
+            tensors = {name: _cast(name, t, dtype, kept) for name, t in fetched.items() if t is not None}
             dtypes.update(t.dtype for t in tensors.values() if t.is_floating_point())
             for name, tensor in revert_weight_conversion(model, tensors).items():
                 shards.add(name, tensor)
@@ -104,8 +107,9 @@ def group_names(model: PreTrainedModel) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, kept: tuple[str, ...]) -> Tensor:
+    stays = dtype is None or not tensor.is_floating_point() or any(pattern in name for pattern in kept)
+    return tensor if stays else tensor.to(dtype)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction, equal under all strategies."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -191,6 +191,13 @@ class FSDP2Precision(Precision):
         for name in _OF_LIGHTNING:
             if checkpoint.get(name):
                 self.load_state_dict(checkpoint[name])
+
+    def scale_since(self, checkpoint: Mapping[str, Any]) -> float:
+        """Tell by what gradients in ``checkpoint`` are multiplied, so that those of this run's losses add to them: they
+        are at the scale of the run that saved them. Behind :meth:`load_state_dict`.
+        """
+        saved = next((checkpoint[name]["scale"] for name in _OF_LIGHTNING if checkpoint.get(name)), 1.0)
+        return self.state_dict().get("scale", 1.0) / saved
 
 
 def choose_precision(name: str, plugin: Precision | None) -> FSDP2Precision:

@@ -9,7 +9,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.conversion import consolidate, export
@@ -52,6 +62,51 @@ def test_files_are_those_of_transformers(tmp_path: Path, build: Any) -> None:
         for name in ("config.json", "generation_config.json"):
             assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
     assert sorted(path.name for path in (tmp_path / "ours").glob("model*")) == ["model.safetensors"]
+
+
+def tiny_deepseek() -> DeepseekV3ForCausalLM:
+    """The bias by which it chooses experts is a buffer that it keeps in float32."""
+    config = DeepseekV3Config(
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        vocab_size=53,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").uniform_(5, 5.01)
+    return model
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    """It keeps some matrices in float32 beside float16."""
+    return T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=53))
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_deepseek, tiny_t5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_narrowed_is_what_transformers_narrows(tmp_path: Path, build: Any, dtype: torch.dtype) -> None:
+    model = build()
+    model.save_pretrained(tmp_path / "wide")
+    type(model).from_pretrained(tmp_path / "wide", dtype=dtype).save_pretrained(tmp_path / "theirs")
+    write_pretrained(model, model.state_dict().__getitem__, tmp_path / "ours", dtype=dtype)
+    ours, theirs = files_of(tmp_path / "ours"), files_of(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype, name
+        assert ours[name].equal(value), name
 
 
 def test_memory_is_that_of_a_shard_and_a_block(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ The library's wrapper is not in the module tree, so names stay; it is told by ho
     end_backward               the window's end: gradients are reduced, parameters become those that the optimizer has
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -36,8 +36,9 @@ from lightning_automodel.parallel.megatron_fsdp.partitions import (
     refuse_operations,
     refuse_reductions,
 )
-from lightning_automodel.parallel.megatron_fsdp.plain import slice_of, sum_over_tp
+from lightning_automodel.parallel.megatron_fsdp.plain import Slice, slice_of, sum_over_tp
 from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
+from lightning_automodel.parallel.megatron_fsdp.widening import widen_frozen
 from lightning_automodel.parallel.megatron_fsdp.windows import WindowGradients
 
 
@@ -75,10 +76,10 @@ class ShardedModules:
         slices = {name: slice_of(p) for name, p in container.named_parameters()}
         units = unit_classes(container, config.megatron_fsdp_unit_modules)
         self.wrapper = shard(container, dp_mesh, config, dtypes, device, units)
+        wide = {f"{i}.{name}": value for i, each in enumerate(originals) for name, value in each.items()}
+        self._widened = [] if dtypes.main is None else widen_frozen(self.wrapper, wide, dtypes.main)
         self._reductions = ReductionsInOrder(self.wrapper)
-        for name, found in slices.items():
-            if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
-                sum_over_tp(self.wrapper.raw_param[name], tp_mesh.get_group())
+        self._sum_partial_gradients(slices)
         self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
         for parameter in self._parameters.values():
             count_writes_through_data(parameter)
@@ -94,7 +95,7 @@ class ShardedModules:
             refuse_reductions(self._mesh, {self._parameters[name].shape for name in cut})
         self.norms = Norms(self._parameters, copies, self._mesh, tp_mesh.size())
         if dtypes.main is not None:
-            self._keep_originals({f"{i}.{n}": v for i, each in enumerate(originals) for n, v in each.items()}, starts)
+            self._keep_originals(wide, starts)
         self.units = tuple(units)
         gathered = container.named_modules() if self.frees_units else ()
         calls = Calls((name.partition(".")[2], m) for name, m in gathered if isinstance(m, self.units))
@@ -104,6 +105,11 @@ class ShardedModules:
         self._writes_seen = self._writes()
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
+
+    def _sum_partial_gradients(self, slices: Mapping[str, Slice | None]) -> None:
+        for name, found in slices.items():
+            if found is not None and found.is_partial and self.wrapper.raw_param[name].requires_grad:
+                sum_over_tp(self.wrapper.raw_param[name], self._tp_mesh.get_group())
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
@@ -120,6 +126,8 @@ class ShardedModules:
         if self._is_outdated:
             # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
             self.wrapper.install_optimized_model_weights()
+            for held, computing in self._widened:
+                computing.data.copy_(held)
             self._await_gathers()
             self.wrapper.synchronize_param_gather()
             self._is_outdated = False

@@ -239,7 +239,8 @@ class SavingStrategy(OnMesh):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.restore_optimizers(self._module, self.optimizers, checkpoint)
-        self._gradients = read_gradients(self._module, self._own.get(GRADIENTS, {}))
+        scale = self.precision_plugin.scale_since(checkpoint)
+        self._gradients = read_gradients(self._module, self._own.get(GRADIENTS, {}), scale)
         restore_random_state(self._own, self.data_group.rank())
         self._draws.restore(self._own)
 

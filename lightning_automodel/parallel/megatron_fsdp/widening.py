@@ -1,0 +1,40 @@
+"""Keeps the digits of frozen parameters that compute in a narrower dtype, as Megatron-FSDP does for what trains.
+
+A base below adapters, a teacher, an average of weights: checkpoints and exports hold what was read, and small changes
+that a hook makes (``average.lerp_(weight, 0.001)``) add up, as they do in the float32 shards of FSDP2.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.megatron_fsdp import exchange_parameters_of_optimizer
+from lightning_automodel.gradients import to_local_if_dtensor
+
+
+def widen_frozen(wrapper: Any, names: Container[str], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Put shards of ``dtype`` in the place of those that are seen of frozen parameters, outside of passes.
+
+    Args:
+        wrapper: the library's.
+        names: of parameters that were rounded.
+        dtype: in which the optimizer has what trains.
+
+    Returns:
+        what this rank holds of each of them, and where the library has what it computes with.
+    """
+    narrow = {
+        name: parameter
+        for name, parameter in wrapper.param_and_grad_buffer.optimizer_named_parameters
+        if name in names and not parameter.requires_grad
+    }
+    computing = {name: to_local_if_dtensor(parameter.detach()) for name, parameter in narrow.items()}
+    wide = {
+        name: nn.Parameter(dtensor_like(computing[name].to(dtype), parameter), requires_grad=False)
+        for name, parameter in narrow.items()
+    }
+    exchange_parameters_of_optimizer(wrapper, wide)
+    return [(to_local_if_dtensor(wide[name].detach()), computing[name]) for name in narrow]
