@@ -34,6 +34,17 @@ def remove_root_hooks(wrapper: Any) -> int:
     return len(found)
 
 
+def free_behind_hooks(wrapper: Any) -> None:
+    """Let the library mark the beginning of a unit in front of forward pre-hooks that were there before its own.
+
+    Where the backward pass reaches that mark, the unit is freed, and what such a hook computes from parameters of the
+    unit (the weight, in ``torch.nn.utils.weight_norm``) has yet to go through its backward pass.
+    """
+    for name, handle in wrapper.forward_pre_hooks.items():
+        if name.endswith(" register post-backward hook"):
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+
+
 def keep_ties(wrapper: Any) -> None:
     """Let the library follow all names of a shared parameter when it puts others in place.
 

@@ -136,7 +136,7 @@ def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> N
 
 
 def gather(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Gather whole tensors on rank 0, where those that the model ties stay one. Collective over those that are sharded."""
+    """Gather whole tensors on rank 0; those that the model ties stay one. Collective over those that are sharded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole: dict[str, Any] = {}
     first: dict[int, str] = {}

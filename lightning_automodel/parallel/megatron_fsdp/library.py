@@ -7,7 +7,13 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.megatron_fsdp import keep_ties, keep_units_gathered, remove_root_hooks, whole_rows
+from lightning_automodel._compat.megatron_fsdp import (
+    free_behind_hooks,
+    keep_ties,
+    keep_units_gathered,
+    remove_root_hooks,
+    whole_rows,
+)
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import log
@@ -53,6 +59,7 @@ def shard(
         fsdp_double_buffer=config.fsdp_double_buffer,
     )
     take_outputs(outermost)
+    free_behind_hooks(wrapper)
     keep_ties(wrapper)
     if config.zero_dp_strategy < 3:
         keep_units_gathered(wrapper)
