@@ -131,6 +131,19 @@ def check_gathers_of_backward(wrapper: Any, check: Callable[[], None]) -> None:
     wrapper.all_gather_and_wait_parameters_ready = checked
 
 
+def gather_for_backward(wrapper: Any, unit: nn.Module) -> None:
+    """Gather ``unit`` for its backward pass as the library's own hook on its output does, unless that has come."""
+    from megatron_fsdp.megatron_fsdp import PrefetchOrder, TrainingState
+
+    parameters = list(unit.parameters())
+    if all(p.untyped_storage().size() > 0 or p.numel() == 0 for p in parameters):
+        return
+    for part in unit.modules():
+        part._training_state = TrainingState.PRE_BACKWARD
+    order = PrefetchOrder.BACKWARD_PASS_ORDER
+    wrapper.all_gather_and_wait_parameters_ready(parameters, prefetch_order=order, bwd=True)
+
+
 @contextmanager
 def whole_rows() -> Generator[None, None, None]:
     """Let the library lay out buffers within this context so that no shard ends within a row of a parameter.

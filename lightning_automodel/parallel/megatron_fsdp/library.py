@@ -1,5 +1,7 @@
 """Calls Megatron-FSDP: over which mesh it shards, and which of its hooks go."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron_fsdp.fully_shard import fully_shard_model
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel._compat.megatron_fsdp import (
     free_behind_hooks,
+    gather_for_backward,
     keep_ties,
     keep_units_gathered,
     remove_root_hooks,
@@ -18,7 +21,12 @@ from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
-from lightning_automodel.parallel.megatron_fsdp.units import show_outputs, take_outputs, units_in
+from lightning_automodel.parallel.megatron_fsdp.units import (
+    show_outputs,
+    take_outputs,
+    units_in,
+    watch_changed_outputs,
+)
 
 _MESH = ("dp", "tp")
 
@@ -63,6 +71,8 @@ def shard(
     keep_ties(wrapper)
     if config.zero_dp_strategy < 3:
         keep_units_gathered(wrapper)
+    else:
+        watch_changed_outputs(outermost, partial(gather_for_backward, wrapper))
     removed = remove_root_hooks(wrapper)
     log(f"Megatron-FSDP: {removed} hooks at the root are taken away, since begin_backward does their work")
     return wrapper
