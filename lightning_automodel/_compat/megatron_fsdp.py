@@ -49,6 +49,17 @@ def remove_root_hooks(wrapper: Any) -> int:
     return len(found)
 
 
+def free_behind_hooks(wrapper: Any) -> None:
+    """Let the library mark the beginning of a unit in front of forward pre-hooks that were there before its own.
+
+    Where the backward pass reaches that mark, the unit is freed, and what such a hook computes from parameters of the
+    unit (the weight, in ``torch.nn.utils.weight_norm``) has yet to go through its backward pass.
+    """
+    for name, handle in wrapper.forward_pre_hooks.items():
+        if name.endswith(" register post-backward hook"):
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+
+
 def keep_ties(wrapper: Any) -> None:
     """Let the library follow all names of a shared parameter when it puts others in place.
 
@@ -133,6 +144,19 @@ def check_gathers_of_backward(wrapper: Any, check: Callable[[], None]) -> None:
         own(*args, bwd=bwd, **kwargs)
 
     wrapper.all_gather_and_wait_parameters_ready = checked
+
+
+def gather_for_backward(wrapper: Any, unit: nn.Module) -> None:
+    """Gather ``unit`` for its backward pass as the library's own hook on its output does, unless that has come."""
+    from megatron_fsdp.megatron_fsdp import PrefetchOrder, TrainingState
+
+    parameters = list(unit.parameters())
+    if all(p.untyped_storage().size() > 0 or p.numel() == 0 for p in parameters):
+        return
+    for part in unit.modules():
+        part._training_state = TrainingState.PRE_BACKWARD
+    order = PrefetchOrder.BACKWARD_PASS_ORDER
+    wrapper.all_gather_and_wait_parameters_ready(parameters, prefetch_order=order, bwd=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from lightning_automodel.checkpointing.hugging_face import name_of_code
 from lightning_automodel.checkpointing.save_pretrained import check_alike, gather, raise_on_all
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
+from lightning_automodel.modules.structure import find_input_embedding
 from lightning_automodel.modules.wrappers import adapters_of
 
 
@@ -91,4 +92,4 @@ def _tables(model: Any) -> list[nn.Module]:
     base = model.get_base_model()
     if not isinstance(base, PreTrainedModel):
         return []
-    return [table for table in (base.get_input_embeddings(), base.get_output_embeddings()) if table is not None]
+    return [table for table in (find_input_embedding(base), base.get_output_embeddings()) if table is not None]

@@ -136,12 +136,17 @@ def _check_options(distributed_checkpoint: bool, max_shard_size: int | str) -> N
 
 
 def gather(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Gather whole tensors on rank 0. Collective over those that are sharded."""
+    """Gather whole tensors on rank 0; those that the model ties stay one. Collective over those that are sharded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    whole = {}
+    whole: dict[str, Any] = {}
+    first: dict[int, str] = {}
     for name, value in state.items():
         if isinstance(value, DTensor | Fragment):
-            value = gather_on_rank_zero(like_parameter(parameters.get(name, value), value))
+            held = parameters.get(name, value)
+            value = gather_on_rank_zero(like_parameter(held, value))
+            twin = whole.get(first.setdefault(id(held), name))
+            if twin is not None and value is not None and twin.equal(value):
+                value = twin  # transformers writes tensors that share memory once
         whole[name] = value
     return whole
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ConvNextConfig, ConvNextForImageClassification
 
 from lightning_automodel.finetuning import HuggingFaceExport
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -19,7 +19,7 @@ from tests.adapters.test_configure_model import Adapted, lora
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
-from tests.support.training import batches, make_trainer, rows, tiny_llama
+from tests.support.training import Recorder, batches, make_trainer, rows, tiny_llama
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"init_lora_weights": False},
@@ -125,3 +125,37 @@ def test_a_prompt_that_is_computed_is_saved(tmp_path: Path, pool2: Pool) -> None
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=rows(2)).logits, expected)
     assert "call save_pretrained(directory) of the PeftModel in on_train_end, on every rank" in refusal
+
+
+class Convolved(Recorder):
+    """Adapts convolutions of a model that says nothing of embeddings, and saves."""
+
+    directory: Path
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            base = ConvNextForImageClassification.from_pretrained(self.directory)
+            self.model = peft.get_peft_model(base, LoraConfig(r=2, target_modules=["patch_embeddings", "pwconv1"]))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        images = batch[0][:, :1, None, None].float().expand(-1, 3, 32, 32)
+        return self.model(pixel_values=images, labels=batch[0][:, 1] % 2).loss
+
+    def on_train_end(self) -> None:
+        self.model.save_pretrained(self.directory / "saved")
+
+
+def save_convolutions(directory: Path) -> dict[str, Tensor | None]:
+    """Runs on each rank."""
+    module = Convolved()
+    module.directory = directory
+    make_trainer({}, max_steps=2).fit(module, batches(2))
+    return {name: gather_part(p) for name, p in module.model.named_parameters()}
+
+
+def test_adapters_of_a_model_without_embeddings_are_saved(tmp_path: Path, pool2: Pool) -> None:
+    config = ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, image_size=32)
+    ConvNextForImageClassification(config).save_pretrained(tmp_path)
+    expected = pool2.run(save_convolutions, tmp_path, trainer=True)[0]
+    model = PeftModel.from_pretrained(ConvNextForImageClassification.from_pretrained(tmp_path), tmp_path / "saved")
+    assert [name for name, value in model.named_parameters() if not value.equal(expected[name])] == []

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -65,6 +66,8 @@ def test_transformers_reads_what_was_written(layout: str, nursery: Nursery, tmp_
         values = dict(found.named_parameters())
         assert values.keys() == expected.keys()
         assert [key for key, value in values.items() if not value.equal(expected[key])] == [], name
+    for name in ("other", "given"):
+        assert load_file(tmp_path / name / "model.safetensors").keys() == expected.keys()  # a tie stands there once
     inner = LlamaForCausalLM.from_pretrained(tmp_path / "inner").model
     assert all(value.equal(expected[f"model.{key}"]) for key, value in inner.named_parameters())
     assert len(list((tmp_path / "variant").glob("model.fp16-0000?-of-*.safetensors"))) > 1

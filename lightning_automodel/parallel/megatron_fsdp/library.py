@@ -1,5 +1,7 @@
 """Calls Megatron-FSDP: over which mesh it shards, and which of its hooks go."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron_fsdp.fully_shard import fully_shard_model
@@ -7,12 +9,24 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_automodel._compat.megatron_fsdp import keep_ties, keep_units_gathered, remove_root_hooks, whole_rows
+from lightning_automodel._compat.megatron_fsdp import (
+    free_behind_hooks,
+    gather_for_backward,
+    keep_ties,
+    keep_units_gathered,
+    remove_root_hooks,
+    whole_rows,
+)
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes
-from lightning_automodel.parallel.megatron_fsdp.units import show_outputs, take_outputs, units_in
+from lightning_automodel.parallel.megatron_fsdp.units import (
+    show_outputs,
+    take_outputs,
+    units_in,
+    watch_changed_outputs,
+)
 
 _MESH = ("dp", "tp")
 
@@ -53,9 +67,12 @@ def shard(
         fsdp_double_buffer=config.fsdp_double_buffer,
     )
     take_outputs(outermost)
+    free_behind_hooks(wrapper)
     keep_ties(wrapper)
     if config.zero_dp_strategy < 3:
         keep_units_gathered(wrapper)
+    else:
+        watch_changed_outputs(outermost, partial(gather_for_backward, wrapper))
     removed = remove_root_hooks(wrapper)
     log(f"Megatron-FSDP: {removed} hooks at the root are taken away, since begin_backward does their work")
     return wrapper

@@ -4,12 +4,15 @@ It takes classes, and two layers of one class may be a block, which all ranks ca
 gets one that knows its members by themselves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.hidden_outputs import differentiable
@@ -75,6 +78,25 @@ def take_outputs(units: Iterable[nn.Module]) -> None:
     """Give hooks that stand behind those of the library the outputs themselves."""
     for unit in units:
         unit.register_forward_hook(_take)
+
+
+def watch_changed_outputs(units: Iterable[nn.Module], gather: Callable[[nn.Module], None]) -> None:
+    """Call ``gather`` with a unit to whose backward pass autograd comes without the library's hook: it stands on a view
+    of the output, and autograd makes another view where code writes into that (``x = block(x); x += 1``).
+
+    Called behind the library's hooks, and behind :func:`take_outputs`.
+    """
+    for unit in units:
+        unit.register_forward_hook(partial(_watch_bases, gather))
+
+
+@torch.compiler.disable
+def _watch_bases(gather: Callable[[nn.Module], None], unit: nn.Module, args: tuple, output: Any) -> None:
+    bases = {id(base): base for tensor in differentiable(output) if (base := base_of(tensor)) is not None}
+    entered = [each for tensor in tree_leaves(args) if isinstance(tensor, Tensor) for each in (tensor, base_of(tensor))]
+    for base in bases.values():
+        if not base.is_leaf and not any(base is each for each in entered):
+            base.register_hook(lambda _: gather(unit))
 
 
 @torch.compiler.disable
