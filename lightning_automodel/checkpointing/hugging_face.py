@@ -21,8 +21,13 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from lightning_automodel._compat.transformers.loading import revert_weight_conversion
-from lightning_automodel._compat.transformers.models import kept_in_float32
-from lightning_automodel.modules.structure import class_names, find_blocks, name_in_source, outermost
+from lightning_automodel.modules.structure import (
+    class_names,
+    find_blocks,
+    is_kept_in_float32,
+    name_in_source,
+    outermost,
+)
 from lightning_automodel.modules.ties import untied_names
 
 INDEX = "model.safetensors.index.json"
@@ -84,11 +89,10 @@ def write_pretrained(
     limit = parse_size(max_shard_size)
     shards = None if directory is None else _Shards(directory, limit, variant)
     dtypes: set[torch.dtype] = set()
-    kept = () if dtype is None else kept_in_float32(model, dtype)
     for names in group_names(model):
         fetched = {name: fetch(name) for name in names}
         if shards is not None:
-            tensors = {name: _cast(name, t, dtype, kept) for name, t in fetched.items() if t is not None}
+            tensors = {name: _cast(model, name, t, dtype) for name, t in fetched.items() if t is not None}
             dtypes.update(t.dtype for t in tensors.values() if t.is_floating_point())
             for name, tensor in revert_weight_conversion(model, tensors).items():
                 shards.add(name, tensor)
@@ -107,9 +111,10 @@ def group_names(model: PreTrainedModel) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, kept: tuple[str, ...]) -> Tensor:
-    stays = dtype is None or not tensor.is_floating_point() or any(pattern in name for pattern in kept)
-    return tensor if stays else tensor.to(dtype)
+def _cast(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.float32 if dtype.itemsize < 4 and is_kept_in_float32(model, name, dtype) else dtype)
 
 
 @contextmanager

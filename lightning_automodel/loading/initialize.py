@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.dtensor.tensors import dtensor_like
 from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
-from lightning_automodel._compat.transformers.models import is_initialized, kept_in_float16_models
+from lightning_automodel._compat.transformers.models import is_initialized
 from lightning_automodel.distributed.shards import copy_from_whole
 from lightning_automodel.loading.broadcast import broadcast
 from lightning_automodel.loading.host_offload import home_of
 from lightning_automodel.loading.stand_in import Gathered, StandIn
-from lightning_automodel.modules.structure import computes_in_float32
+from lightning_automodel.modules.structure import computes_in_float32, is_kept_in_float32
 
 
 def initialize_missing(
@@ -157,11 +157,10 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Par
     Those in ``wide`` stay in float32 as well if they are, and float64 is not narrowed to float32. Buffers keep their
     dtype: rotary frequencies in bfloat16 are 1.8 rad off at position 4096.
     """
-    lenient = kept_in_float16_models(model) if dtype == torch.float16 else ()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             keep = parameter in wide and parameter.dtype == torch.float32
-            keep = keep or computes_in_float32(model, name) or any(pattern in name for pattern in lenient)
+            keep = keep or computes_in_float32(model, name) or is_kept_in_float32(model, name, dtype)
             wanted = torch.float32 if keep and dtype.itemsize < 4 else dtype
             if parameter.dtype != wanted and (parameter.dtype, wanted) != (torch.float64, torch.float32):
                 parameter.data = parameter.data.to(wanted)

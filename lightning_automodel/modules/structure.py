@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_automodel._compat.torch.modules import own_children
-from lightning_automodel._compat.transformers.models import kept_in_all_models
+from lightning_automodel._compat.transformers.models import kept_in_all_models, kept_in_float16_models
 from lightning_automodel.modules.chosen import is_chosen_from
 from lightning_automodel.modules.wrappers import unwrapped
 
@@ -212,13 +212,14 @@ def kv_heads(attention: nn.Module) -> int | None:
     return projection.weight.shape[0] // head_dim
 
 
-def is_kept_in_float32(model: nn.Module, name: str) -> bool:
-    """Tells whether ``model`` wants the parameter ``name`` stored and used in float32, whatever the precision of the
-    rest.
+def is_kept_in_float32(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> bool:
+    """Tells whether ``model`` wants the parameter or buffer ``name`` stored and used in float32, where the rest is in
+    ``dtype``; ``None``: whatever the precision of the rest.
 
     diffusers says so in an attribute that for transformers concerns float16 only; there, both exist.
     """
-    return any(pattern in name for pattern in kept_in_all_models(model))
+    lenient = kept_in_float16_models(model) if dtype == torch.float16 else ()
+    return any(pattern in name for pattern in (*kept_in_all_models(model), *lenient))
 
 
 def computes_in_float32(model: nn.Module, name: str) -> bool:

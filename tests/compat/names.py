@@ -202,7 +202,6 @@ ATTRIBUTES = {
         "_load_pretrained_model",
         "_gradient_checkpointing_func",
         "_hf_peft_config_loaded",
-        "_get_dtype_plan",
         "_keep_in_fp32_modules",
         "_keep_in_fp32_modules_strict",
         "_keys_to_ignore_on_save",

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_automodel.parallel.megatron_fsdp.widening import Widened
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.subjects import gather_part
@@ -72,3 +73,16 @@ def test_small_changes_add_up(layout: str, pool2: Pool, tmp_path: Path) -> None:
     for target, source in (("fsdp2-dp2", layout), (layout, "ddp")):
         resume = tmp_path / source / "four.ckpt"
         check(pool2.run(run, target, tmp_path / "on", True, resume, trainer=True)[0], expected)
+
+
+def test_what_nobody_wrote_is_not_cast_again() -> None:
+    parameter, computing = nn.Parameter(torch.ones(3), requires_grad=False), torch.zeros(3, dtype=torch.bfloat16)
+    widened = Widened(parameter, computing)
+    widened.install()
+    assert computing.equal(torch.ones_like(computing))
+    computing.zero_()
+    widened.install()
+    assert computing.equal(torch.zeros_like(computing))
+    parameter.mul_(2)
+    widened.install()
+    assert computing.equal(torch.full_like(computing, 2))

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils, modeling_flash_attention_utils
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector, maybe_install_capturing_hooks
@@ -136,11 +135,6 @@ def kept_in_all_models(model: nn.Module) -> tuple[str, ...]:
     """
     lenient = getattr(model, "_keep_in_fp32_modules", None)
     return tuple(getattr(model, "_keep_in_fp32_modules_strict", lenient) or ())
-
-
-def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns what the names of weights contain that ``from_pretrained`` leaves in float32 for ``dtype``."""
-    return tuple(model._get_dtype_plan(dtype))
 
 
 def saves_more_than_weights(model: PreTrainedModel) -> bool:

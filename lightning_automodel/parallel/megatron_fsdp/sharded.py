@@ -126,8 +126,8 @@ class ShardedModules:
         if self._is_outdated:
             # Whoever changed the optimizer's parameters (a step, a checkpoint, an average): those that compute follow.
             self.wrapper.install_optimized_model_weights()
-            for held, computing in self._widened:
-                computing.data.copy_(held)
+            for widened in self._widened:
+                widened.install()
             self._await_gathers()
             self.wrapper.synchronize_param_gather()
             self._is_outdated = False

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
@@ -87,15 +87,18 @@ def watch_changed_outputs(units: Iterable[nn.Module], gather: Callable[[nn.Modul
     Called behind the library's hooks, and behind :func:`take_outputs`.
     """
     for unit in units:
-        unit.register_forward_hook(partial(_watch_bases, gather))
+        unit.register_forward_hook(partial(_watch_bases, gather), with_kwargs=True)
 
 
 @torch.compiler.disable
-def _watch_bases(gather: Callable[[nn.Module], None], unit: nn.Module, args: tuple, output: Any) -> None:
+def _watch_bases(
+    gather: Callable[[nn.Module], None], unit: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> None:
     bases = {id(base): base for tensor in differentiable(output) if (base := base_of(tensor)) is not None}
-    entered = [each for tensor in tree_leaves(args) if isinstance(tensor, Tensor) for each in (tensor, base_of(tensor))]
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    entered = {id(each) for tensor in given for each in (tensor, base_of(tensor))}
     for base in bases.values():
-        if not base.is_leaf and not any(base is each for each in entered):
+        if not base.is_leaf and id(base) not in entered:
             base.register_hook(lambda _: gather(unit))
 
 

@@ -10,12 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.dtensor.tensors import dtensor_like
+from lightning_automodel._compat.dtensor.tensors import dtensor_like, writes_into
 from lightning_automodel._compat.megatron_fsdp import exchange_parameters_of_optimizer
 from lightning_automodel.gradients import to_local_if_dtensor
 
 
-def widen_frozen(wrapper: Any, names: Container[str], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+class Widened:
+    """One frozen parameter, as it is seen and as it computes.
+
+    Args:
+        parameter: with this rank's shard in the wide dtype.
+        computing: where the library has the same shard in the dtype of compute.
+    """
+
+    def __init__(self, parameter: nn.Parameter, computing: Tensor) -> None:
+        self._parameter, self._computing = parameter, computing
+        self._writes: int | None = None
+
+    def install(self) -> None:
+        """Let what computes follow, unless nobody wrote into the parameter since."""
+        writes = writes_into(self._parameter)
+        if writes != self._writes:
+            self._computing.copy_(to_local_if_dtensor(self._parameter.detach()))
+            self._writes = writes
+
+
+def widen_frozen(wrapper: Any, names: Container[str], dtype: torch.dtype) -> list[Widened]:
     """Put shards of ``dtype`` in the place of those that are seen of frozen parameters, outside of passes.
 
     Args:
@@ -24,7 +44,7 @@ def widen_frozen(wrapper: Any, names: Container[str], dtype: torch.dtype) -> lis
         dtype: in which the optimizer has what trains.
 
     Returns:
-        what this rank holds of each of them, and where the library has what it computes with.
+        one for each of them.
     """
     narrow = {
         name: parameter
@@ -37,4 +57,4 @@ def widen_frozen(wrapper: Any, names: Container[str], dtype: torch.dtype) -> lis
         for name, parameter in narrow.items()
     }
     exchange_parameters_of_optimizer(wrapper, wide)
-    return [(to_local_if_dtensor(wide[name].detach()), computing[name]) for name in narrow]
+    return [Widened(wide[name], computing[name]) for name in narrow]
