@@ -92,8 +92,9 @@ class AutomodelCLI(LightningCLI):
             self._bound_run(self.config.fit.trainer)
 
     def _known_keys(self) -> list[str]:
-        defaults = [parser.get_defaults(skip_validation=True) for parser in self._subcommand_parsers.values()]
-        keys = {key for values in defaults for key in values.keys() if "init_args" not in key}  # noqa: SIM118 (no dict)
+        chosen = next((word for word in self._words if word in self._subcommand_parsers), "fit")
+        defaults = self._subcommand_parsers[chosen].get_defaults(skip_validation=True)
+        keys = {key for key in defaults.keys() if "init_args" not in key}  # noqa: SIM118 (no dict)
         ours = {f"{key}.{name}" for key, cls in _OURS.items() for name in argument_names(cls)}
         return sorted(keys | ours | set(_OURS))
 

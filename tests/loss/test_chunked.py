@@ -22,6 +22,7 @@ from lightning_automodel.loss.passes import Passes, compiled_passes
 from lightning_automodel.loss.vocab_parallel import VocabShard
 from lightning_automodel.testing.pool import Pool
 from tests.loss.cases import IGNORED, UNCOMPILED, assert_close, for_all, reference_losses
+from tests.support.marks import with_long
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
@@ -157,7 +158,7 @@ def test_passes_that_a_compiler_would_fuse() -> None:
     check(None, examples=60, passes=UNCOMPILED)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", with_long([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 def test_compiled_passes(dtype: torch.dtype) -> None:
     passes = compiled_passes("inductor", None)
     for transform, smoothing, tokens in (("none", 0.0, 24), ("none", 0.0, 19), ("soft-capping", 0.2, 24)):
