@@ -148,7 +148,7 @@ def _known_pairs() -> set[Any]:
     """Find the operations that torch knows for DTensors and that combine elements of two tensors, or of two lists."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     known = {op for registry in vars(propagator).values() if isinstance(registry, dict) for op in registry}
-    of_operations = {op for op in known if isinstance(op, torch._ops.OpOverload)}
+    of_operations = {op for op in known if isinstance(op, type(torch.ops.aten.copy_.default))}
     return {
         op for op in of_operations if _is_by_element(op) and sum(_is_of_tensors(a) for a in op._schema.arguments) > 1
     }

@@ -56,7 +56,7 @@ def _refuse_of_slices(tensor: DTensor) -> None:
 _LAYOUTS: dict[DeviceMesh, dict[torch.Size, set[tuple[int, ...]]]] = {}
 
 
-def _refuse_unlike_rows(mesh: DeviceMesh, rows: Mapping[Tensor, tuple[int, ...]]) -> None:
+def _refuse_unlike_rows(mesh: DeviceMesh, rows: Mapping[DTensor, tuple[int, ...]]) -> None:
     """Refuse what would combine tensors over ``mesh`` of which this rank holds other rows, perhaps by broadcasting.
 
     The library lays what trains of a unit (or of all that is outside of units) into one buffer, and what is frozen
