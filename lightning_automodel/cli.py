@@ -23,7 +23,7 @@ from lightning_automodel import DDPStrategy, FSDP2TPStrategy, MegatronFSDPStrate
 from lightning_automodel.callbacks import Health, Throughput, step_bar
 from lightning_automodel.checkpointing.conversion import consolidate, export
 from lightning_automodel.command.evaluation import evaluate
-from lightning_automodel.command.inputs import refuse_missing
+from lightning_automodel.command.inputs import refuse_missing, refuse_other_file
 from lightning_automodel.command.interruption import GoOnCommand
 from lightning_automodel.command.leaving import wait_for_others
 from lightning_automodel.command.mistakes import argument_names, describe_mistake, squeezed
@@ -88,7 +88,11 @@ class AutomodelCLI(LightningCLI):
         except ArgumentError as error:
             commands = [*self.subcommands(), *_TOOLS, *_COMMANDS]
             raise ValueError(describe_mistake(str(error), self._known_keys(), commands)) from None
-        if self.config.get("subcommand") == "fit":
+        if (chosen := self.config.get("subcommand")) is None:
+            return
+        if checkpoint := self.config[chosen].get("ckpt_path"):  # LightningCLI reads it next
+            refuse_other_file(checkpoint)
+        if chosen == "fit":
             self._bound_run(self.config.fit.trainer)
 
     def _known_keys(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Finds what is to be read and is not there, before processes are started to read it."""
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,16 @@ def refuse_missing(data: Any, checkpoint: Any) -> None:
         return
     if not Path(checkpoint).exists():
         raise ValueError(f"--ckpt_path={checkpoint}: there is no checkpoint at {Path(checkpoint).absolute()}")
+
+
+def refuse_other_file(checkpoint: Any) -> None:
+    """Looks at the kind of a local file that a run is to go on from.
+
+    Raises:
+        ValueError: if it is not what ``torch.save`` writes, or not all of it.
+    """
+    if Path(checkpoint).is_file() and not zipfile.is_zipfile(checkpoint):
+        raise ValueError(
+            f"--ckpt_path={checkpoint} is no checkpoint, or a part of one (torch.save writes another kind of file); "
+            "give a folder or a file that ModelCheckpoint or trainer.save_checkpoint wrote"
+        )

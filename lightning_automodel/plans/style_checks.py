@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
+from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.plans.own_linears import problem_of_own_linear
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import EMBEDDINGS, Enter, Leave, Style
@@ -67,7 +68,10 @@ def check_sums(modules: Modules, module_styles: Styles, parameter_styles: Styles
         whole = [p for p, value in parameters.items() if p not in split | named and value.ndim > int(style.divides)]
         if whole:
             lacking = [rule for rule in dropped if rule.startswith(f"{wildcard(name)}.")]
-            raise ValueError(_message(name, modules[name], style, _whole_in_sum(whole[0], lacking)))
+            problem = _whole_in_sum(whole[0], lacking)
+            if _is_in_layer(whole[0], name, modules) and not lacking:
+                problem = _whole_layer(whole[0].rpartition(".")[0], style)
+            raise ValueError(_message(name, modules[name], style, problem))
 
 
 def check_ends(modules: Modules, module_styles: Styles) -> None:
@@ -151,6 +155,23 @@ def _whole_in_sum(parameter: str, lacking: Sequence[str]) -> str:
         "adapter wraps the module, name the layers to adapt without it (peft: target_modules=['q_proj', 'v_proj'] and "
         "not 'all-linear'); else write a rule with the parameter's name into "
         f'FSDP2Config(tp_plan={{"extends": "model", {wildcard(parameter)!r}: ...}}), or use tp=1'
+    )
+
+
+def _is_in_layer(parameter: str, name: str, modules: Modules) -> bool:
+    """Tell whether ``parameter`` is of a linear layer within the module ``name``, in which nothing is adapted."""
+    owner = parameter.rpartition(".")[0]
+    is_adapted = any(is_wrapper(module) for module in modules[name].modules())
+    return owner != name and isinstance(modules[owner], nn.Linear) and not is_adapted
+
+
+def _whole_layer(layer: str, style: Style) -> str:
+    return (
+        f"{layer} is whole on every tp rank, so their sum would count what it gives tp times: {style.name} says that "
+        "the module sums, and splits none of the layers in it (of experts it divides those that are stacked in "
+        "parameters of the module itself, whole ones with grouped_gemm for each). Give those layers rules too, "
+        f"colwise where features enter and rowwise where they leave ({wildcard(layer)!r}: 'colwise'), or leave the "
+        "rule out, or use tp=1, where FSDP2 shards them"
     )
 
 

@@ -47,6 +47,10 @@ class AgreedGradScaler(GradScaler):
         self._outdated = True
         return super().step(optimizer, *args, **kwargs)
 
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Tells whether the gradients of ``optimizer`` were divided by the scale, and wait for its step."""
+        return id(optimizer) in self._unscaled
+
     def settle(self) -> None:
         """Grows or backs off the scale after steps; nothing if there was none."""
         if self._outdated:
@@ -58,6 +62,12 @@ class AgreedGradScaler(GradScaler):
         """Returns the scale for the next backward pass, and when it grows."""
         self.settle()
         return super().state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with a scale, also where gradients wait for a step and no loss comes before it."""
+        super().scale(torch.ones((), device=self._device))  # torch makes what holds the scale with the first loss
+        super().load_state_dict(state_dict)
 
     @override
     def unscale(self, optimizer: Any, inverse: Tensor, found: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:

@@ -199,6 +199,14 @@ class FSDP2Precision(Precision):
         saved = next((checkpoint[name]["scale"] for name in _OF_LIGHTNING if checkpoint.get(name)), 1.0)
         return self.state_dict().get("scale", 1.0) / saved
 
+    def unscaled(self, optimizers: Iterable[Optimizer]) -> tuple[set[int], float]:
+        """List the ids of parameters whose gradients wait for a step unscaled, and the scale that all others have."""
+        if self.scaler is None:
+            return set(), 1.0
+        waiting = [each for each in optimizers if self.scaler.is_unscaled(each)]
+        ids = {id(p) for each in waiting for group in each.param_groups for p in group["params"]}
+        return ids, self.state_dict()["scale"]
+
 
 def choose_precision(name: str, plugin: Precision | None) -> FSDP2Precision:
     """Chooses the plugin for ``Trainer(precision=name)`` or ``Trainer(plugins=plugin)``.

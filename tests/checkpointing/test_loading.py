@@ -19,6 +19,7 @@ from tests.support.training import (
     batches,
     fit,
     make_trainer,
+    tiny_llama,
     whole_parameters,
 )
 
@@ -333,3 +334,14 @@ def test_load_from_checkpoint_takes_a_folder(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "folder.ckpt" / "meta.pt").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"folder.ckpt/meta.pt is damaged"):
         Scaled.load_from_checkpoint(tmp_path / "folder.ckpt")
+
+
+# ---- files of something else -----------------------------------------------------------------------------------------
+
+
+def test_what_no_trainer_saved(tmp_path: Path) -> None:
+    for name, value in {"weights": tiny_llama().state_dict(), "list": [1]}.items():
+        torch.save(value, tmp_path / name)
+        for run in (make_trainer({}, max_epochs=1).fit, make_trainer({}).validate):
+            with pytest.raises(ValueError, match=f"{name} was not saved by a Trainer: it is a .*load_state_dict"):
+                run(Recorder(), batches(1), ckpt_path=tmp_path / name)

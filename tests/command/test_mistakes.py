@@ -63,6 +63,7 @@ WORDS = {
     "fit --data.seq=3": "TextDataModule has no 'seq'; it has tokenizer, train_files",
     "fit --data=TextData": "did you mean TextDataModule?",
     "fit --config=/nowhere.yaml": "File does not exist: '/nowhere.yaml'",
+    f"fit {MODEL} --ckpt_path={__file__}": "test_mistakes.py is no checkpoint, or a part of one",
     "export": "missing: checkpoint, output",
     "export /nowhere /tmp/out": "there is no checkpoint at /nowhere",
     f"export {__file__} /tmp/out": "test_mistakes.py is no checkpoint",

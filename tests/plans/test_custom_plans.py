@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -244,6 +244,23 @@ def test_whole_values_are_not_summed(rules: dict[str, str], lacking: str | None)
         return
     with pytest.raises(ValueError, match=rf"experts' .* count what it gives tp times: .*{lacking}|{lacking}"):
         derive_layout(model, select_plan(model, rules), 2)
+
+
+@pytest.mark.parametrize("style", ["ep_dispatch_experts", "moe_tp_experts"])
+def test_experts_that_are_modules_are_split_by_rules_of_their_layers(style: str) -> None:
+    """A rule for a parameter of theirs, which is what other sums lack, would be the next error."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            feed_forward = (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+            self.experts = nn.ModuleList(feed_forward)
+
+    model = nn.Sequential(Block(), Block())
+    with pytest.raises(ValueError, match=rf"0.experts.0.0 is whole .* {style} .* stacked .*'\*.experts.\*.\*': 'colw"):
+        derive_layout(model, select_plan(model, {"*.experts": style}), 2)
+    rules = {"*.experts": style, "*.experts.*.0": "colwise", "*.experts.*.2": "rowwise"}
+    assert derive_layout(model, select_plan(model, rules), 2).parameters["1.experts.3.0.weight"].placement == Shard(0)
 
 
 def test_heads_that_ranks_cannot_share() -> None:

@@ -132,6 +132,15 @@ def test_limits_and_tensor_parallel_groups(nursery: Nursery, pool4: Pool) -> Non
     check(ranks[1::2], one)
 
 
+@pytest.mark.parametrize(("share", "rows"), [(0.45, 4), (0.24, 2)])
+def test_shares_of_unlike_numbers_of_batches(share: float, rows: int, nursery: Nursery, pool2: Pool) -> None:
+    """Of nine rows a rank has five and the other four: int(0.45 * 4) is a batch less, and int(0.24 * 4) none."""
+    stages = ("val", "test", "predict")
+    of_one, of_two = ({f"limit_{stage}_batches": limit for stage in stages} for limit in (rows, share))
+    (one,) = Pool(nursery, 1).run(evaluate, 1, 1, [9], False, trainer=True, **of_one)
+    check(pool2.run(evaluate, 2, 1, [9], False, trainer=True, **of_two), one)
+
+
 # ---- what Lightning's strategy does ----------------------------------------------------------------------------------
 
 

@@ -86,3 +86,60 @@ def test_what_nobody_wrote_is_not_cast_again() -> None:
     parameter.mul_(2)
     widened.install()
     assert computing.equal(torch.full_like(computing, 2))
+
+
+# ---- rows that are cut apart -----------------------------------------------------------------------------------------
+
+
+class Averaged(Descending):
+    """Averages weights of which those of the norm are frozen, whose rows are the neighbours of the embedding's."""
+
+    def __init__(self, one_by_one: bool) -> None:
+        super().__init__()
+        self.one_by_one = one_by_one
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model, self.second = tiny_llama(), tiny_llama().requires_grad_(False)
+            self.model.model.norm.requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            self.second(input_ids=batch[0])
+        return super().loss(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        averages, weights = ([p.detach() for p in each.parameters()] for each in (self.second, self.model))
+        if self.one_by_one:
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight, 0.3)
+        else:
+            torch._foreach_lerp_(averages, weights, 0.3)
+
+
+class Kept(Averaged):
+    """Keeps copies in the layout of the weights."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.kept = [p.detach().clone() for p in self.model.parameters()]
+        for average, weight in zip(self.kept, self.model.parameters(), strict=True):
+            average.lerp_(weight.detach(), 0.3)
+
+
+def said(module: Descending) -> str:
+    """Runs on each rank: the error of a run, or nothing."""
+    try:
+        make_trainer(LAYOUTS["megatron3-dp2"].make(), max_epochs=1).fit(module, batches(2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_are_cut_apart_are_not_combined(pool2: Pool) -> None:
+    """Some ranks would combine unlike rows, by broadcasting, and others would end in an error of sizes."""
+    for one_by_one in (True, False):
+        found = pool2.run(said, Averaged(one_by_one), trainer=True)
+        assert "(61, 24) that Megatron-FSDP shards are combined, of which this rank holds 32 rows and 31" in found[0]
+        assert all("EMAWeightAveraging" in each for each in found)
+    assert pool2.run(said, Kept(True), trainer=True) == ["", ""]

@@ -126,3 +126,37 @@ def watch_reductions(check: Callable[[DTensor], None]) -> None:
 
     of_two = {op for op in _overloads(_REDUCTIONS) if any(a.name == "other" for a in op._schema.arguments)}
     HANDLERS.update(dict.fromkeys(_overloads(_REDUCTIONS) - of_two, handle))
+
+
+@functools.cache
+def watch_pairs(check: Callable[[list[DTensor]], None]) -> None:
+    """Call ``check(tensors)`` from now on with DTensors whose elements an operation combines one by one, of lists with
+    the first of each, then the second.
+    """
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = [*args, *kwargs.values()]
+        lists = [value for value in values if isinstance(value, list | tuple)]
+        for group in (values, *zip(*lists, strict=False)):
+            check([value for value in group if isinstance(value, DTensor)])
+        return by_torch(op, *args, **kwargs)
+
+    HANDLERS.update(dict.fromkeys(_known_pairs() - HANDLERS.keys(), handle))
+
+
+def _known_pairs() -> set[Any]:
+    """Find the operations that torch knows for DTensors and that combine elements of two tensors, or of two lists."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    known = {op for registry in vars(propagator).values() if isinstance(registry, dict) for op in registry}
+    of_operations = {op for op in known if isinstance(op, type(torch.ops.aten.copy_.default))}
+    return {
+        op for op in of_operations if _is_by_element(op) and sum(_is_of_tensors(a) for a in op._schema.arguments) > 1
+    }
+
+
+def _is_by_element(op: Any) -> bool:
+    return torch.Tag.pointwise in op.tags or "::_foreach_" in op.name() or op is torch.ops.aten.copy_.default
+
+
+def _is_of_tensors(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)

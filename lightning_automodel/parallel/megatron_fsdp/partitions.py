@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor.operations import refuse_gathering, watch_reductions
+from lightning_automodel._compat.dtensor.operations import refuse_gathering, watch_pairs, watch_reductions
 from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import to_local_if_dtensor
@@ -53,6 +53,42 @@ def _refuse_of_slices(tensor: DTensor) -> None:
         )
 
 
+_LAYOUTS: dict[DeviceMesh, dict[torch.Size, set[tuple[int, ...]]]] = {}
+
+
+def _refuse_unlike_rows(mesh: DeviceMesh, rows: Mapping[DTensor, tuple[int, ...]]) -> None:
+    """Refuse what would combine tensors over ``mesh`` of which this rank holds other rows, perhaps by broadcasting.
+
+    The library lays what trains of a unit (or of all that is outside of units) into one buffer, and what is frozen
+    into another, and cuts each in the middle. Four rows of a, eight of b, four of c::
+
+                                      GPU 0                 GPU 1
+        all of them frozen            a 0-3, b 0-3          b 4-7, c 0-3
+        a and c train, b is frozen    a 0-3, b 0-3          c 0-3, b 4-7
+        a and b train, c is frozen    a 0-3, b 0-1, c 0-1   b 2-7, c 2-3
+    """
+    layouts = _LAYOUTS[mesh] = {}
+    for parameter, each in rows.items():
+        layouts.setdefault(parameter.shape, set()).add(each)
+    if any(len(each) > 1 for each in layouts.values()):
+        watch_pairs(_refuse_pairs)
+
+
+def _refuse_pairs(tensors: list[DTensor]) -> None:
+    if len(tensors) < 2 or tensors[0].device_mesh not in _LAYOUTS:
+        return
+    first, *others = tensors
+    held = count_rows(first)
+    for other in others:
+        if other.shape == first.shape and other.placements == first.placements and count_rows(other) != held:
+            raise ValueError(
+                f"two tensors of shape {tuple(first.shape)} that Megatron-FSDP shards are combined, of which this rank "
+                f"holds {held} rows and {count_rows(other)}: parameters that train and frozen ones are cut apart, and "
+                "so a model with some frozen layers has other rows than its copy. To average weights, use Lightning's "
+                "EMAWeightAveraging, or keep parameter.detach().clone() of each; or use FSDP2TPStrategy"
+            )
+
+
 def describe_shards(
     parameters: Mapping[str, Tensor],
     slices: Mapping[str, Slice | None],
@@ -87,6 +123,9 @@ def describe_shards(
         set_partition(parameter, partition)
         copies[parameter] = partition.copies
     own = rows[tp_mesh.get_local_rank()]
+    if is_sharded and dp_mesh.size() > 1:
+        on_mesh = {p: tuple(each[name] for each in own) for name, p in parameters.items() if isinstance(p, DTensor)}
+        _refuse_unlike_rows(next(iter(on_mesh)).device_mesh, on_mesh)
     before = own[: dp_mesh.get_local_rank()] if is_sharded else []
     return {name: sum(each[name] for each in before) for name in parameters}, copies
 

@@ -135,11 +135,15 @@ def _complete(checkpoint: Mapping[str, Any], data_group: ProcessGroup) -> Checkp
     return {**checkpoint, **gather_state(others), **states}
 
 
+_VERSION = "pytorch-lightning_version"
+
+
 def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer", is_known_sound: bool = False) -> Checkpoint:
     """Reads a checkpoint of either kind, once it is known to be whole. Collective.
 
     Raises:
-        ValueError: if a file is damaged, or for ``fit`` from a checkpoint that holds weights only.
+        ValueError: if a file is damaged, or was not saved by a trainer, or for ``fit`` from a checkpoint that holds
+            weights only.
     """
     refuse_part(path)
     if path.exists() and not is_known_sound:
@@ -149,6 +153,12 @@ def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer", is_kn
             other = newest_beside(path)
             raise ValueError(f"{error}; the newest complete one beside it is {other}" if other else error) from error
     checkpoint = read_checkpoint(path, weights_only)
+    if not isinstance(checkpoint, dict) or _VERSION not in checkpoint:
+        raise ValueError(
+            f"{path} was not saved by a Trainer: it is a {type(checkpoint).__name__} without {_VERSION!r}. Weights "
+            "alone are loaded where the model is built: self.model.load_state_dict(torch.load(path)) in __init__ or "
+            "configure_model"
+        )
     if trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
         raise ValueError(
             f"{path} holds weights only (it was saved with save_weights_only=True), so fit cannot resume from it; call "

@@ -28,6 +28,7 @@ from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
+from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out_of
 from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
@@ -185,8 +186,16 @@ class SavingStrategy(OnMesh):
         return checkpoints.state_part(state, self._save_distributed_checkpoint)
 
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        """Collects the gradients accumulated so far, for a checkpoint between two micro-batches of a step."""
-        return checkpoints.gradient_part(self._module, self.gradient_group, self._save_distributed_checkpoint)
+        """Collects the gradients accumulated so far, for a checkpoint between two micro-batches of a step: all at the
+        scale of losses, also those that were unscaled to clip them, since a run that goes on unscales all.
+        """
+        found = checkpoints.gradient_part(self._module, self.gradient_group, self._save_distributed_checkpoint)
+        unscaled, scale = self.precision_plugin.unscaled(self.optimizers)
+        for name in {
+            clean_name(name) for name, p in self._module.named_parameters() if id(p) in unscaled
+        } & found.keys():
+            local_tensor(found[name]).mul_(scale)
+        return found
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 

@@ -152,6 +152,17 @@ class LengthlessLoader:
         return getattr(self.loader, name)
 
 
+class LoaderOfLength(LengthlessLoader):
+    """A loader that tells the length of the longest of all data ranks."""
+
+    def __init__(self, loader: DataLoader, length: int) -> None:
+        super().__init__(loader)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
 def install_samplers(trainer: "pl.Trainer", sampler_kwargs: dict[str, Any]) -> None:
     """Lets this module choose the sampler wherever Lightning injects one.
 
@@ -238,7 +249,7 @@ def process_dataloader(
         return loader
     if uses_distributed_sampler(trainer) and has_iterable_dataset(loader) and not divides_itself(loader.dataset):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
-    return loader if trainer.training or group is None else _without_length_if_empty(loader, group)
+    return loader if trainer.training or group is None else _with_agreed_length(loader, trainer, group)
 
 
 def share_of_loader(loader: DataLoader, rank: int, size: int, drop_last: bool, seen: int = 0) -> DataLoader:
@@ -282,10 +293,23 @@ def divides_itself(dataset: object) -> bool:
     return bool(getattr(dataset, "sharded_by_data_rank", False)) or is_split_by_node(dataset)
 
 
-def _without_length_if_empty(loader: DataLoader, group: ProcessGroup) -> object:
+def _with_agreed_length(loader: DataLoader, trainer: "pl.Trainer", group: ProcessGroup) -> object:
+    """Let all ranks take the same share of unlike lengths (``limit_val_batches=0.5``), and none be without one."""
     length = sized_len(loader)
     if length is None:
         return loader
     lengths: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(lengths, length, group=group)
+    if min(lengths) < max(lengths) and _is_share(_limit_of_stage(trainer)):
+        return LoaderOfLength(loader, max(lengths))
     return LengthlessLoader(loader) if min(lengths) == 0 < max(lengths) else loader
+
+
+def _limit_of_stage(trainer: "pl.Trainer") -> int | float:
+    """Return the number of batches that the trainer takes of each loader of its present stage, or their share."""
+    assert trainer.state.stage is not None
+    return getattr(trainer, f"limit_{trainer.state.stage.dataloader_prefix}_batches")
+
+
+def _is_share(limit: int | float) -> bool:
+    return isinstance(limit, float) and limit < 1
