@@ -4,6 +4,7 @@ fit.
 
 from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ def looked_up(name: str) -> Generator[None, None, None]:
     """Looks ``name`` up as transformers does within this context: a directory, or else a name on the hub.
 
     Raises:
-        ValueError: if it finds neither; what it says then need not hold the name.
+        ValueError: if it finds neither, what it says then need not hold the name; or if a file of the directory is
+            damaged or missing.
     """
     try:
         yield
+    except JSONDecodeError as error:
+        raise ValueError(
+            f"a file of {name!r} is no JSON, or not all of it ({error}); copy or download it anew"
+        ) from error
     except OSError as error:
-        if Path(name).expanduser().is_dir():
-            raise
         first = str(error).strip().partition("\n")[0]
+        if Path(name).expanduser().is_dir():
+            raise ValueError(f"{name!r} cannot be read: {first}") from error
         raise ValueError(
             f"{name!r} is no directory (here: {Path.cwd()}), and the hub gave nothing of this name: {first} Check the "
             "path, or the name and the connection"

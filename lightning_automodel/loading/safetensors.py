@@ -5,6 +5,7 @@ by columns: all of them) and is brought in by faults; without a map it reads who
 serves: what is cut later (Megatron-FSDP cuts what has its values) is then read later, and no more of it.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from lightning_automodel.distributed.boxes import Span
 
+_METADATA = "__metadata__"
 _NEAR = 1 << 14
 """Bytes between two parts of a box, up to which reading them costs less than another call."""
 _BLOCK = 1 << 20
@@ -30,11 +32,9 @@ class SlicedFile:
     """``safetensors.safe_open``, but ``get_slice`` gives a :class:`FileSlice`. Closed by ``__exit__``."""
 
     def __init__(self, filename: str | os.PathLike[str], *args: Any, **options: Any) -> None:
-        self._file = safe_open(filename, *args, **options)  # checks the header, too
+        self._header, self._start = read_header(filename)
+        self._file = safe_open(filename, *args, **options)
         self._bytes = open(filename, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
-        size = int.from_bytes(self._bytes.read(8), "little")
-        self._header = json.loads(os.pread(self._bytes.fileno(), size, 8))
-        self._start = 8 + size
 
     def __enter__(self) -> "SlicedFile":
         return self
@@ -54,15 +54,34 @@ class SlicedFile:
         return FileSlice(mapped, self._bytes, self._start + entry["data_offsets"][0], entry["shape"])
 
 
+def read_header(file: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
+    """Reads what a file says of its tensors, and finds where the first of them begins, in bytes.
+
+    Raises:
+        ValueError: if the file ends before its tensors do, or is no safetensors file.
+    """
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        there = os.fstat(opened.fileno()).st_size
+        header: Any = None
+        if 8 + size <= there:
+            with contextlib.suppress(ValueError):  # of text or of JSON
+                header = json.loads(opened.read(size))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is no safetensors file, or not all of one ({there} bytes); copy or download it anew")
+    stop = 8 + size + max((entry["data_offsets"][1] for name, entry in header.items() if name != _METADATA), default=0)
+    if there < stop:
+        raise ValueError(f"{file} has {there} of {stop} bytes; copy or download it anew")
+    return header, 8 + size
+
+
 def float_dtypes(files: Iterable[str | os.PathLike[str]]) -> set[torch.dtype]:
     """Returns the floating-point dtypes of ``files``; of files other than safetensors' own, the widest."""
     found: set[torch.dtype] = set()
     for file in files:
         if not str(file).endswith(".safetensors"):
             return {torch.float64}
-        with open(file, "rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        names = {entry.get("dtype") for entry in header.values()}  # and metadata, which have none
+        names = {entry.get("dtype") for entry in read_header(file)[0].values()}  # and metadata, which have none
         dtypes = [str_to_torch_dtype[name] for name in names if name in str_to_torch_dtype]
         found.update(dtype for dtype in dtypes if dtype.is_floating_point)
     return found

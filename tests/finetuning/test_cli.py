@@ -1,6 +1,8 @@
 """The command trains, evaluates and predicts, and answers a mistake with one line."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,25 @@ def test_our_refusals_are_one_line_and_exit_code_1(
             line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-automodel: error:")
         ]
         assert message in line
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("config.json", "cannot be read: It looks like the config file"),
+        ("tokenizer.json", "is no JSON, or not all of it"),
+        ("model.safetensors", "bytes; copy or download it anew"),
+    ],
+)
+def test_damaged_files_are_named(
+    config: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model_dir, damaged)
+    os.truncate(damaged / name, (damaged / name).stat().st_size - 30)
+    with pytest.raises(SystemExit, match="1"):
+        main(["fit", "--config", str(config), f"--model.model={damaged}", f"--data.tokenizer={damaged}"])
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_strategy_of_this_package_is_the_default(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_automodel.loading.safetensors import SlicedFile
+from lightning_automodel.loading.safetensors import SlicedFile, float_dtypes
 
 TENSORS = {
     "matrix": torch.randn(300, 1100),
@@ -84,6 +84,29 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(file: SlicedFile, tmp_
     os.truncate(tmp_path / "x.safetensors", 1000)
     with pytest.raises(OSError, match="ends at byte"):
         file.get_slice("matrix")[0:299]
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (-1, r"x.safetensors has \d+ of \d+ bytes"),
+        (100, "not all of one"),
+        (4, "not all of one"),
+        (0, "not all of one"),
+    ],
+)
+def test_a_file_without_its_end_is_named(file: SlicedFile, tmp_path: Path, size: int, said: str) -> None:
+    path = tmp_path / "x.safetensors"
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    with pytest.raises(ValueError, match=f"{said}.*copy or download it anew"):
+        SlicedFile(path, framework="pt", device="cpu", backend="mmap")
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    for content in (b"version https://git-lfs.github.com/spec/v1\n", b"\x02" + bytes(7) + b"[]"):
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="is no safetensors file"):
+            float_dtypes([tmp_path / "x.safetensors"])
 
 
 def test_a_closed_file_is_not_read(file: SlicedFile, tmp_path: Path) -> None:
