@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.structure import CONTAINERS, outermost
+from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.plans.known_code import is_known, works_across_features
 from lightning_automodel.plans.linearity import Kind
 from lightning_automodel.plans.styles import Enter, Leave, Style
@@ -77,7 +78,7 @@ def find_holders(
     for name, style in module_styles.items():
         if style.opens and style.leave is Leave.NONE and outermost([*boundaries, *own], name) is None:
             holder = name.rpartition(".")[0]
-            while isinstance(modules[holder], CONTAINERS):
+            while isinstance(modules[holder], CONTAINERS) or is_wrapper(modules[holder]):
                 holder = holder.rpartition(".")[0]
             below = {n: m for n, m in modules.items() if n == holder or n.startswith(f"{holder}.")}
             if holder and (not measured or _is_of_user(below, module_styles)):

@@ -1,14 +1,18 @@
 """What peft adds to models of several kinds: every gradient of every factor is that of one process."""
 
 from functools import partial
+from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
 from lightning_automodel.testing.pool import Pool
-from tests.support.adapted import adapted, adapter_error
-from tests.support.comparison import Schedule
+from tests.plans.support import build_opt
+from tests.support.adapted import adapted, adapter_error, with_adapter
+from tests.support.comparison import Schedule, compare
 
 BOUND = 1e-5
 SCHEDULE = Schedule(steps=3, length=12)
@@ -23,6 +27,13 @@ MORE = [
     *((family, "all-linear") for family in ("qwen3", "gemma3_text", "gpt_neox", "qwen2_5_vl")),
 ]
 LAYOUTS = {"tp": ({"tp": 2}, True), "dp-tp": ({"dp_shard": 2, "tp": 2}, False), "dp": ({"dp_shard": 2}, False)}
+_LAYER = "model.decoder.layers.*"
+SPLIT = {
+    **{f"{_LAYER}.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    **{f"{_LAYER}.self_attn.out_proj": "rowwise", f"{_LAYER}.fc1": "colwise", f"{_LAYER}.fc2": "rowwise"},
+}
+"""A plan of a user's, whose feed-forward has no module of its own: the block holds what gives features of a rank."""
+SEPARATE = SPLIT | {f"{_LAYER}.self_attn": "separate"}
 
 
 def errors(cases: list[tuple[str, str]], layout: str) -> list[tuple[float, str]]:
@@ -40,6 +51,26 @@ def check(pool: Pool, cases: list[tuple[str, str]], layout: str) -> None:
 
 def test_factors_are_exact(pool2: Pool) -> None:
     check(pool2, QUICK, "tp")
+
+
+def errors_of_own_plans() -> dict[str, tuple[float, str]]:
+    """Runs on each rank."""
+
+    def error(method: str, plan: dict[str, str]) -> tuple[float, str]:
+        def make_parallel(model: Any, mesh: Any) -> nn.Module:
+            parallelize(model.get_base_model(), mesh, FSDP2Config(tp_plan=plan))
+            return model
+
+        build = lambda: with_adapter(build_opt(), method)  # noqa: E731
+        return compare(build, {"tp": 2}, 2, SCHEDULE, make_parallel=make_parallel).largest
+
+    return {"all-linear": error("all-linear", SPLIT), "dora": error("dora", SEPARATE)}
+
+
+def test_plans_of_users_split_adapted_layers_too(pool2: Pool) -> None:
+    for found in pool2.run(errors_of_own_plans):
+        for method, largest in found.items():
+            assert largest[0] <= BOUND, (method, largest)
 
 
 @pytest.mark.long

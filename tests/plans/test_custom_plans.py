@@ -20,7 +20,7 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.styles import STYLES
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, PACKED_PLAN, SCHEDULE, build_llama, build_opt, build_packed
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
@@ -35,6 +35,12 @@ ADDS = {
     "transformer.blocks.*.ffn.down_proj": "rowwise",
 }
 BIOGPT = {"biogpt.layers.*.fc1": "colwise", "biogpt.layers.*.fc2": "rowwise"}
+_BERT = "bert.encoder.layer.*"
+BERT = {
+    **{f"{_BERT}.attention.self.{name}": "colwise" for name in ("query", "key", "value")},  # heads leave this module
+    f"{_BERT}.intermediate.dense": "colwise",
+    **{f"{_BERT}.{name}.dense": "rowwise" for name in ("attention.output", "output")},
+}
 ATTENTION = {**{f"{DECODER}.self_attn.{n}_proj": "colwise" for n in "qkv"}, f"{DECODER}.self_attn.out_proj": "rowwise"}
 
 
@@ -63,9 +69,33 @@ def errors() -> dict[str, tuple[float, str]]:
         "fused": (partial(tiny_model, "persimmon"), FUSED),
         "gated": (partial(tiny_model, "moshi"), GATED),
         "packed": (build_packed, PACKED_PLAN),
+        "columns and rows in two modules": (partial(tiny_model, "bert"), BERT),
         "residual inside": (partial(tiny_model, "mpt"), ADDS),
     }
     return {name: _error(build, plan) for name, (build, plan) in cases.items()}
+
+
+class AcrossHeads(nn.Module):
+    """Activations that depend on all features of a feed-forward whose second matrix is another module's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.gelu(hidden - hidden.mean(-1, keepdim=True))
+
+
+def changed_bert() -> nn.Module:
+    model = tiny_model("bert")
+    model.bert.encoder.layer[0].intermediate.intermediate_act_fn = AcrossHeads()
+    return model
+
+
+def split_changed_bert() -> None:
+    """Runs on each rank."""
+    _error(changed_bert, BERT)
+
+
+def test_what_leaves_as_a_part_is_compared_with_a_part_of_the_whole(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"layer\.0\.intermediate \(BertIntermediate\) gives other numbers with parts"):
+        pool2.run(split_changed_bert)
 
 
 class Bare(nn.Module):

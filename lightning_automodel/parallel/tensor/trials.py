@@ -140,13 +140,15 @@ def _is_right(
 def _compare(
     module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, device: torch.device, run: Callable, same: list[bool]
 ) -> bool:
-    whole, watch = draw_weights(tried, device), _Watch()
+    whole, watch = draw_weights(tried, device), _Watch(tp_mesh)
     slices = {key: slice_of_rank(whole[key], layout, tp_mesh) for key, (_, _, layout) in tried.parameters.items()}
     with in_place(module, whole), restored(module, tried.attributes), without_collectives():
         expected = _numbers_of(partial(run, watch), watch)
     beside_whole, watch.beside = watch.beside, []
     with in_place(module, slices):
         found = _numbers_of(partial(run, watch), watch)
+    if len(expected) == len(found):
+        expected = [watch.part_like(x, y) for x, y in zip(expected, found, strict=True)]
     can_tell = len(expected) == len(found) > 0 and not watch.draws
     can_tell = can_tell and all(one.shape == other.shape for one, other in zip(expected, found, strict=True))
     agreed = torch.tensor(float(can_tell), device=device)
@@ -213,15 +215,15 @@ def _differentiate(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch
         args, kwargs = tree_map(lambda x: held if x is first else x, (args, kwargs))
         with watch:
             output = floating(module.forward(*args, **kwargs))[0]
-        drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-        return [torch.autograd.grad(output, entering, drawn)[0].float()]
+        return [torch.autograd.grad(output, entering, watch.gradient_of(output))[0].float()]
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether something is drawn, and whether numbers are narrow."""
+    """Notes whether something is drawn, and whether numbers are narrow. The whole runs before the slices."""
 
-    def __init__(self) -> None:
+    def __init__(self, tp_mesh: DeviceMesh) -> None:
         super().__init__()
+        self._tp_mesh, self._drawn = tp_mesh, torch.empty(0)
         self.draws = self.is_narrow = False
         self.beside: list[Tensor] = []
 
@@ -232,3 +234,18 @@ class _Watch(TorchDispatchMode):
         self.draws |= is_draw(func, args, kwargs or {})
         self.is_narrow |= any(x.dtype in NARROW for x in tensors(output))
         return output
+
+    def part_like(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Return this rank's features of ``whole`` if ``part`` has so many, as heads without their last matrix."""
+        size = self._tp_mesh.size()
+        if not whole.ndim or whole.shape != (*part.shape[:-1], size * part.shape[-1:].numel()):
+            return whole
+        return whole.chunk(size, -1)[self._tp_mesh.get_local_rank()]
+
+    def gradient_of(self, output: Tensor) -> Tensor:
+        """Draw a gradient for ``output``: for a rank's features its part of that for all of them."""
+        drawn = self.part_like(self._drawn, output)
+        if drawn.shape != output.shape:
+            drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+            self._drawn = drawn
+        return drawn.to(output)
