@@ -177,7 +177,12 @@ ATTRIBUTES = {
         "_precision_plugin_flag",
     ),
     f"{TRAINER}.connectors.checkpoint_connector:_CheckpointConnector": ("_select_ckpt_path",),
-    f"{TRAINER}.connectors.data_connector:_DataConnector": ("_requires_distributed_sampler", "_resolve_sampler"),
+    f"{TRAINER}.connectors.data_connector:_DataConnector": (
+        "_prepare_dataloader",
+        "_requires_distributed_sampler",
+        "_resolve_sampler",
+    ),
+    f"{PL}.overrides.distributed:": ("_IndexBatchSamplerWrapper",),
     f"{TRAINER}.connectors.logger_connector.logger_connector:_LoggerConnector": (
         "_callback_metrics",
         "_current_fx",

@@ -1,5 +1,6 @@
 """Private names of Lightning's trainer, each with its reason: how it makes its choices."""
 
+import copy
 import os
 from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.core import saving
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -207,16 +209,33 @@ def uses_distributed_sampler(trainer: Trainer) -> bool:
 
 
 def replace_sampler_choice(
-    trainer: Trainer, choose: Callable[[DataLoader, bool, RunningStage | None], Iterable]
+    trainer: Trainer,
+    choose: Callable[[DataLoader, bool, RunningStage | None], Iterable],
+    deal: Callable[[DataLoader, RunningStage | None], Any],
 ) -> None:
-    """Lets ``choose(loader, shuffle, stage)`` answer where Lightning injects a distributed sampler.
+    """Lets ``choose(loader, shuffle, stage)`` answer where Lightning injects a distributed sampler, unless
+    ``deal(loader, stage)`` gives a batch sampler to be taken as it is.
 
     Lightning pads the samplers of validation and test, fails where prediction has fewer samples than ranks, and its
-    public hook sees the loader after that.
+    public hook sees the loader after that. A batch sampler it makes anew around a sampler, whatever its first argument
+    is.
     """
     connector = trainer._data_connector
+    prepare = connector._prepare_dataloader
 
     def resolve(loader: DataLoader, shuffle: bool, mode: RunningStage | None = None) -> Iterable:
         return choose(loader, shuffle, mode) if connector._requires_distributed_sampler(loader) else loader.sampler
 
+    def prepared(loader: object, shuffle: bool, mode: RunningStage) -> object:
+        if not isinstance(loader, DataLoader) or not connector._requires_distributed_sampler(loader):
+            return prepare(loader, shuffle, mode)
+        if (batches := deal(loader, mode)) is None:
+            return prepare(loader, shuffle, mode)
+        if mode == RunningStage.PREDICTING:
+            batches = _IndexBatchSamplerWrapper(batches)  # tells writers of predictions the indices
+        result = copy.copy(loader)
+        vars(result).update(batch_sampler=batches, _iterator=None)
+        return result
+
     connector._resolve_sampler = resolve  # type: ignore[method-assign,assignment]
+    connector._prepare_dataloader = prepared  # type: ignore[method-assign,assignment]

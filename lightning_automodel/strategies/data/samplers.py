@@ -11,25 +11,20 @@ iterable that         untouched                             untouched
 shards itself
 ====================  ====================================  ==================================
 
+Shares of a batch sampler that is not made around a sampler are of its batches (``shared_order.py``).
 With ``Trainer(use_distributed_sampler=False)``, and for loaders that are no ``DataLoader``, the user divides the
 samples, by ``strategy.data_rank`` of ``strategy.data_size``.
 """
 
 import copy
-import os
-import random
-from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.distributed import ProcessGroup
 from torch.utils.data import (
     BatchSampler,
@@ -39,11 +34,11 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
-from typing_extensions import override
 
 from lightning_automodel._compat.datasets import is_split_by_node
 from lightning_automodel._compat.lightning.modules import add_worker_init_fn
 from lightning_automodel._compat.lightning.trainer import overfits, replace_sampler_choice, uses_distributed_sampler
+from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder, deal_batches, share
 
 
 class ShareOfStream(IterableDataset):
@@ -96,47 +91,6 @@ class ShareOfStream(IterableDataset):
         setattr(self.dataset, name, value)
 
 
-class SharedOrder(DistributedSamplerWrapper):
-    """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part.
-
-    What an epoch draws follows from its number, also where the sampler has a generator of its own: that one is brought
-    to where it would be after the epochs before.
-    """
-
-    def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sampler, *args, **kwargs)
-        generator = getattr(sampler, "generator", None)
-        self.of_user = sampler
-        self._generator = generator if isinstance(generator, torch.Generator) else None
-        self._states = {} if self._generator is None else {0: self._generator.get_state()}  # by epochs that are through
-
-    @override
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        if callable(of_user := getattr(self.of_user, "set_epoch", None)):
-            of_user(epoch)
-
-    @override
-    def __iter__(self) -> Iterator:
-        with isolate_rng(include_cuda=False):
-            seed = self.seed + self.epoch
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            if self._generator is None:
-                return super().__iter__()
-            self._go_to_epoch(self._generator)
-            order = super().__iter__()
-            self._states[self.epoch + 1] = self._generator.get_state()
-            return order
-
-    def _go_to_epoch(self, generator: torch.Generator) -> None:
-        known = max(epoch for epoch in self._states if epoch <= self.epoch)
-        generator.set_state(self._states[known])
-        for _ in range(known, self.epoch):
-            deque(self.of_user, maxlen=0)
-
-
 class LengthlessLoader:
     """A loader that does not tell its length: Lightning refuses, or leaves out, a rank whose length is 0."""
 
@@ -184,7 +138,10 @@ def install_samplers(trainer: "pl.Trainer", sampler_kwargs: dict[str, Any]) -> N
             **sampler_kwargs,
         )
 
-    replace_sampler_choice(trainer, choose)
+    def deal(dataloader: DataLoader, mode: RunningStage | None) -> DealtBatches | None:
+        return deal_batches(dataloader, equal=mode == RunningStage.TRAINING, **sampler_kwargs)
+
+    replace_sampler_choice(trainer, choose, deal)
 
 
 def share_of_sampler(
@@ -201,7 +158,6 @@ def share_of_sampler(
         num_replicas: number of shares.
         rank: number of this share.
     """
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     source: Any
     sampler_class: type[DistributedSampler]
     given = _sampler_of(dataloader)
@@ -209,13 +165,7 @@ def share_of_sampler(
         source, sampler_class = dataloader.dataset, DistributedSampler
     else:
         source, sampler_class, shuffle = given, SharedOrder, False
-    settings: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "shuffle": shuffle, "seed": seed}
-    sampler = sampler_class(source, **settings, drop_last=equal and len(source) >= num_replicas)
-    if not equal:
-        assert isinstance(sampler.dataset, Sized)
-        sampler.total_size = len(sampler.dataset)
-        sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
-    return sampler
+    return share(sampler_class, source, equal=equal, num_replicas=num_replicas, rank=rank, shuffle=shuffle)
 
 
 def _sampler_of(dataloader: DataLoader) -> Any:

@@ -40,7 +40,8 @@ from lightning_automodel._compat.lightning.progress import (
 )
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
-from lightning_automodel.strategies.data.samplers import SharedOrder, divides_itself, share_of_loader
+from lightning_automodel.strategies.data.samplers import divides_itself, share_of_loader
+from lightning_automodel.strategies.data.shared_order import SharedOrder
 
 SEEN = "samples_seen"
 

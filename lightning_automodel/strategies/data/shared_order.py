@@ -1,0 +1,121 @@
+"""Orders of users that all data ranks draw alike, of which each takes its share: samples, or whole batches."""
+
+import inspect
+import os
+import random
+from collections import deque
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from typing_extensions import override
+
+
+class SharedOrder(DistributedSamplerWrapper):
+    """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part.
+
+    What an epoch draws follows from its number, also where the sampler has a generator of its own: that one is brought
+    to where it would be after the epochs before.
+    """
+
+    def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sampler, *args, **kwargs)
+        generator = getattr(sampler, "generator", None)
+        self.of_user = sampler
+        self._generator = generator if isinstance(generator, torch.Generator) else None
+        self._states = {} if self._generator is None else {0: self._generator.get_state()}  # by epochs that are through
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        DistributedSampler.set_epoch(self, epoch)  # Lightning's own tells of_user from some version on
+        if callable(of_user := getattr(self._told_epochs(), "set_epoch", None)):
+            of_user(epoch)
+
+    def _told_epochs(self) -> Any:
+        """Return what Lightning tells the number of the epoch on one device."""
+        return self.of_user
+
+    @override
+    def __iter__(self) -> Iterator:
+        with isolate_rng(include_cuda=False):
+            seed = self.seed + self.epoch
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            if self._generator is None:
+                return super().__iter__()
+            self._go_to_epoch(self._generator)
+            order = super().__iter__()
+            self._states[self.epoch + 1] = self._generator.get_state()
+            return order
+
+    def _go_to_epoch(self, generator: torch.Generator) -> None:
+        known = max(epoch for epoch in self._states if epoch <= self.epoch)
+        generator.set_state(self._states[known])
+        for _ in range(known, self.epoch):
+            deque(self.of_user, maxlen=0)
+
+
+class DealtBatches(SharedOrder):
+    """Shares the batches of a batch sampler that no sampler of a data rank can be put into. Lightning tells a batch
+    sampler's ``sampler``, if it has one, and nothing else of it, the number of the epoch.
+    """
+
+    @property
+    def sampler(self) -> "DealtBatches":
+        """Returns itself, to be told."""
+        return self
+
+    @override
+    def _told_epochs(self) -> Any:
+        return getattr(self.of_user, "sampler", None)
+
+
+def share(
+    kind: type[DistributedSampler], source: Any, *, equal: bool, num_replicas: int, rank: int, shuffle: bool = False
+) -> Any:
+    """Makes the share of a data rank of ``source``, of class ``kind``.
+
+    Args:
+        kind: divides ``source``.
+        source: with a length.
+        equal: all shares are equally long, unless ``source`` is shorter than there are shares.
+        num_replicas: number of shares.
+        rank: number of this share.
+        shuffle: in an order that depends on ``seed_everything`` and the epoch.
+    """
+    settings: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "shuffle": shuffle}
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    sampler = kind(source, **settings, seed=seed, drop_last=equal and len(source) >= num_replicas)
+    if not equal:
+        assert isinstance(sampler.dataset, Sized)
+        sampler.total_size = len(sampler.dataset)
+        sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
+    return sampler
+
+
+def deal_batches(loader: DataLoader, *, equal: bool, num_replicas: int, rank: int) -> DealtBatches | None:
+    """Makes the share of a data rank of the batches of ``loader``; ``None`` if a sampler says what is in them.
+
+    Args:
+        loader: with what divides one device's samples.
+        equal: all shares are equally long.
+        num_replicas: number of shares.
+        rank: number of this share.
+    """
+    batches = loader.batch_sampler
+    if batches is None or _is_around_sampler(batches) or not isinstance(batches, Sized):
+        return None
+    return share(DealtBatches, batches, equal=equal, num_replicas=num_replicas, rank=rank)
+
+
+def _is_around_sampler(batches: Any) -> bool:
+    """Tell whether the class of ``batches`` takes a sampler, and may be made anew with another one."""
+    if not (isinstance(batches, BatchSampler) or (hasattr(batches, "batch_size") and hasattr(batches, "drop_last"))):
+        return False
+    parameters = inspect.signature(type(batches)).parameters
+    return "sampler" in parameters or any(each.kind is each.VAR_POSITIONAL for each in parameters.values())

@@ -1,0 +1,176 @@
+"""Batch samplers of users: batches of those that are made of something else than a sampler are dealt to data ranks."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.strategies.modules import TinyModule, rows, trainer
+from tests.support.training import SaveAfter
+
+ROWS = 12
+
+
+class Epochs:
+    """Is told epochs."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class ByLength(BatchSampler):
+    """Made of the lengths of samples: the longest first, from another one on in each epoch that its sampler is told."""
+
+    def __init__(self, lengths: list[int], batch_size: int, drop_last: bool = False) -> None:
+        self.lengths, self.batch_size, self.drop_last = list(lengths), batch_size, drop_last
+        self.sampler: Any = Epochs()
+
+    def set_epoch(self, epoch: int) -> None:
+        raise AssertionError("Lightning does not tell it on one device")
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i], reverse=True)
+        order = [order[(i + self.sampler.epoch) % len(order)] for i in range(len(order))]
+        return (order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size))
+
+
+class Unlike:
+    """Batches of several sizes, five of them, and of no class of torch's."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]])
+
+
+class AroundSampler(BatchSampler):
+    """Takes what ``BatchSampler`` takes; batches come last row first."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "by length": lambda size: ByLength([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], 2),
+    "unlike": lambda size: Unlike(),
+    "around a sampler": lambda size: AroundSampler(SequentialSampler(range(ROWS)), 4 // size, False),
+}
+DEALT = ("by length", "unlike")
+
+
+class Batched(TinyModule):
+    """Keeps the batches of each stage, from a loader that it makes by itself."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        super().__init__()
+        self.kind, self.size = kind, size
+        self.batches: dict[str, list[list[int]]] = {}
+
+    def train_dataloader(self) -> DataLoader:
+        return self.make_loader()
+
+    def val_dataloader(self) -> DataLoader:
+        return self.make_loader()
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.make_loader()
+
+    def make_loader(self) -> DataLoader:
+        return DataLoader(TensorDataset(rows(ROWS)), batch_sampler=KINDS[self.kind](self.size))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.batches.setdefault(self.trainer.state.stage.value, []).append(batch[0][:, 0].tolist())  # type: ignore[union-attr]
+        return super().loss(batch)
+
+
+class Indices(BasePredictionWriter):
+    """Keeps the indices that a writer of predictions is told."""
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.found: list[list[int]] = []
+
+    def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+        assert prediction == list(indices)
+        self.found.append(list(indices))
+
+
+def run(sizes: dict[str, int] | None, size: int, is_passed: bool) -> dict[str, dict[str, list[list[int]]]]:
+    """Runs on each rank: the batches of two epochs, a validation and a prediction; without sizes on one device."""
+    found = {}
+    for kind in KINDS:
+        module, indices = Batched(kind, size), Indices()
+        given = [module.make_loader()] if is_passed else []  # made where Lightning does not see its arguments
+        strategy = SingleDeviceStrategy("cpu") if sizes is None else dict(sizes)
+        one = trainer(1 if sizes is None else 2, strategy, max_epochs=2, callbacks=[indices], limit_val_batches=0)
+        one.fit(module, *given)
+        one.limit_val_batches = 1.0
+        one.validate(module, *given, verbose=False)
+        if sizes is not None:  # one device: Lightning puts a sampler in the place of lengths, or refuses to predict
+            one.predict(module, *given)
+        found[kind] = {**module.batches, "indices": indices.found}
+    return found
+
+
+def in_turn(ranks: list[list[list[int]]]) -> list[list[int]]:
+    longest = max(map(len, ranks))
+    return [rank[i] for i in range(longest) for rank in ranks if i < len(rank)]
+
+
+@pytest.mark.parametrize("is_passed", [False, True], ids=["hook", "passed"])
+def test_batches_are_those_of_one_device(is_passed: bool, nursery: Nursery, pool2: Pool) -> None:
+    one = Pool(nursery, 1).run(run, None, 1, is_passed, trainer=True)[0]
+    ranks = pool2.run(run, {"dp_shard": 2}, 2, is_passed, trainer=True)
+    for kind in DEALT:
+        expected = {"validate": one[kind]["validate"]}
+        count = len(expected["validate"])
+        predicted = one[kind]["validate" if is_passed else "train"][:count]  # a new loader is told no epoch
+        expected |= {"predict": predicted, "indices": predicted}
+        for stage, batches in expected.items():
+            assert in_turn([rank[kind][stage] for rank in ranks]) == batches, (kind, stage)
+    epochs = [one["unlike"]["train"][:4], one["unlike"]["train"][5:9]]  # a fifth batch is one rank's only
+    assert in_turn([rank["unlike"]["train"] for rank in ranks]) == [*epochs[0], *epochs[1]]
+    assert in_turn([rank["by length"]["train"] for rank in ranks]) == one["by length"]["train"]
+    assert one["by length"]["train"][0] != one["by length"]["train"][6]
+    rebuilt = in_turn([rank["around a sampler"]["train"] for rank in ranks])
+    assert rebuilt[:2] == [[2, 0], [3, 1]]
+
+
+def test_a_tensor_parallel_group_has_all_batches(nursery: Nursery, pool2: Pool) -> None:
+    one = Pool(nursery, 1).run(run, None, 1, True, trainer=True)[0]
+    for rank in pool2.run(run, {"tp": 2}, 1, True, trainer=True):
+        for kind in KINDS:
+            assert rank[kind]["train"] == one[kind]["train"], kind
+            assert rank[kind]["validate"] == rank[kind]["predict"] == one[kind]["validate"], kind
+
+
+def resumed(path: Path) -> list[list[list[int]]]:
+    """Runs on each rank: batches of a whole run, and of one that goes on in the second epoch."""
+    found = []
+    for resume in (None, path):
+        module = Batched("by length", 2)
+        callbacks: Any = [] if resume else [SaveAfter(path, 4)]
+        trainer(2, {"dp_shard": 2}, max_epochs=2, callbacks=callbacks, limit_val_batches=0).fit(
+            module, ckpt_path=resume
+        )
+        found.append(module.batches["train"])
+    return found
+
+
+def test_a_run_goes_on_behind_the_batches_seen(pool2: Pool, tmp_path: Path) -> None:
+    for whole, again in pool2.run(resumed, tmp_path / "mid.ckpt", trainer=True):
+        assert len(whole) == 6
+        assert again == whole[-len(again) :]
+        assert len(again) == 2
