@@ -62,9 +62,21 @@ class AroundSampler(BatchSampler):
         return (batch[::-1] for batch in super().__iter__())
 
 
+class AroundSamplerOfLengths(AroundSampler):
+    """Needs more than ``BatchSampler``."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, lengths: list[int]) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (sorted(batch, key=self.lengths.__getitem__) for batch in super().__iter__())
+
+
 KINDS: dict[str, Callable[[int], Any]] = {
     "by length": lambda size: ByLength([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], 2),
     "unlike": lambda size: Unlike(),
+    "of lengths": lambda size: AroundSamplerOfLengths(SequentialSampler(range(ROWS)), 2, False, [*range(ROWS)][::-1]),
     "around a sampler": lambda size: AroundSampler(SequentialSampler(range(ROWS)), 4 // size, False),
 }
 DEALT = ("by length", "unlike")
@@ -133,7 +145,7 @@ def in_turn(ranks: list[list[list[int]]]) -> list[list[int]]:
 def test_batches_are_those_of_one_device(is_passed: bool, nursery: Nursery, pool2: Pool) -> None:
     one = Pool(nursery, 1).run(run, None, 1, is_passed, trainer=True)[0]
     ranks = pool2.run(run, {"dp_shard": 2}, 2, is_passed, trainer=True)
-    for kind in DEALT:
+    for kind in (*DEALT, *(["of lengths"] if is_passed else [])):  # in a hook, Lightning sees what it was made of
         expected = {"validate": one[kind]["validate"]}
         count = len(expected["validate"])
         predicted = one[kind]["validate" if is_passed else "train"][:count]  # a new loader is told no epoch
@@ -144,6 +156,8 @@ def test_batches_are_those_of_one_device(is_passed: bool, nursery: Nursery, pool
     assert in_turn([rank["unlike"]["train"] for rank in ranks]) == [*epochs[0], *epochs[1]]
     assert in_turn([rank["by length"]["train"] for rank in ranks]) == one["by length"]["train"]
     assert one["by length"]["train"][0] != one["by length"]["train"][6]
+    if not is_passed:
+        assert ranks[0]["of lengths"]["train"][:2] == [[2, 0], [6, 4]]
     rebuilt = in_turn([rank["around a sampler"]["train"] for rank in ranks])
     assert rebuilt[:2] == [[2, 0], [3, 1]]
 

@@ -208,6 +208,11 @@ def uses_distributed_sampler(trainer: Trainer) -> bool:
     return trainer._accelerator_connector.use_distributed_sampler
 
 
+def remembers_arguments(batch_sampler: object) -> bool:
+    """Tells whether Lightning saw it being made, in a hook for loaders, and can make another of the same arguments."""
+    return hasattr(batch_sampler, "__pl_saved_args")
+
+
 def replace_sampler_choice(
     trainer: Trainer,
     choose: Callable[[DataLoader, bool, RunningStage | None], Iterable],

@@ -1,5 +1,6 @@
 """Orders of users that all data ranks draw alike, of which each takes its share: samples, or whole batches."""
 
+import contextlib
 import inspect
 import os
 import random
@@ -13,6 +14,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
+
+from lightning_automodel._compat.lightning.trainer import remembers_arguments
 
 
 class SharedOrder(DistributedSamplerWrapper):
@@ -117,5 +120,11 @@ def _is_around_sampler(batches: Any) -> bool:
     """Tell whether the class of ``batches`` takes a sampler, and may be made anew with another one."""
     if not (isinstance(batches, BatchSampler) or (hasattr(batches, "batch_size") and hasattr(batches, "drop_last"))):
         return False
-    parameters = inspect.signature(type(batches)).parameters
-    return "sampler" in parameters or any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    signature = inspect.signature(type(batches))
+    if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
+        return True
+    if not remembers_arguments(batches):
+        with contextlib.suppress(TypeError):  # it needs more
+            return "sampler" in signature.bind(sampler=None, batch_size=1, drop_last=False).arguments
+        return False
+    return "sampler" in signature.parameters
