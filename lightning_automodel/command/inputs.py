@@ -7,6 +7,8 @@ from typing import Any
 from lightning_automodel.finetuning.mixture import sources_of
 
 _NAMES = ("last", "best", "hpc", "registry")  # of checkpoints, which Lightning looks for
+_PICKLE = b"\x80"
+"""How files of torch's format from before version 1.6 begin."""
 
 
 def refuse_missing(data: Any, checkpoint: Any) -> None:
@@ -34,8 +36,14 @@ def refuse_other_file(checkpoint: Any) -> None:
     Raises:
         ValueError: if it is not what ``torch.save`` writes, or not all of it.
     """
-    if Path(checkpoint).is_file() and not zipfile.is_zipfile(checkpoint):
+    path = Path(checkpoint)
+    if path.is_file() and not zipfile.is_zipfile(path) and not _begins_with(path, _PICKLE):
         raise ValueError(
             f"--ckpt_path={checkpoint} is no checkpoint, or a part of one (torch.save writes another kind of file); "
             "give a folder or a file that ModelCheckpoint or trainer.save_checkpoint wrote"
         )
+
+
+def _begins_with(path: Path, start: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(start)) == start

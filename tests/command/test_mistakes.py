@@ -15,6 +15,7 @@ import yaml
 
 from lightning_automodel import DDPStrategy, FSDP2Config
 from lightning_automodel.cli import AutomodelCLI, main
+from lightning_automodel.command.inputs import refuse_other_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
 
@@ -87,6 +88,14 @@ def one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("command", CASES)
 def test_mistakes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert CASES[command] in one_line(command.split(), capsys)
+
+
+def test_files_of_an_older_torch_are_read(tmp_path: Path) -> None:
+    torch.save({"epoch": 0}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    refuse_other_file(tmp_path / "old.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match="a part of one"):
+        refuse_other_file(tmp_path / "cut.ckpt")
 
 
 def test_a_wrong_key_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
