@@ -30,7 +30,9 @@ def looked_up(name: str) -> Generator[None, None, None]:
     except OSError as error:
         first = str(error).strip().partition("\n")[0]
         if Path(name).expanduser().is_dir():
-            raise ValueError(f"{name!r} cannot be read: {first}") from error
+            raise ValueError(
+                f"{name!r} cannot be read: {first} Give a directory that save_pretrained wrote, whole"
+            ) from error
         raise ValueError(
             f"{name!r} is no directory (here: {Path.cwd()}), and the hub gave nothing of this name: {first} Check the "
             "path, or the name and the connection"

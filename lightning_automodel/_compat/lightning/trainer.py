@@ -232,9 +232,11 @@ def replace_sampler_choice(
         return choose(loader, shuffle, mode) if connector._requires_distributed_sampler(loader) else loader.sampler
 
     def prepared(loader: object, shuffle: bool, mode: RunningStage) -> object:
-        if not isinstance(loader, DataLoader) or not connector._requires_distributed_sampler(loader):
-            return prepare(loader, shuffle, mode)
-        if (batches := deal(loader, mode)) is None:
+        if (
+            not isinstance(loader, DataLoader)
+            or not connector._requires_distributed_sampler(loader)
+            or (batches := deal(loader, mode)) is None
+        ):
             return prepare(loader, shuffle, mode)
         if mode == RunningStage.PREDICTING:
             batches = _IndexBatchSamplerWrapper(batches)  # tells writers of predictions the indices

@@ -53,11 +53,12 @@ def _refuse_of_slices(tensor: DTensor) -> None:
         )
 
 
-_LAYOUTS: dict[DeviceMesh, dict[torch.Size, set[tuple[int, ...]]]] = {}
+_ROWS: dict[tuple[DeviceMesh, torch.Size], set[tuple[int, ...]]] = {}
+"""Numbers of rows on the ranks, of all models so far: a copy may be sharded by a call of its own."""
 
 
-def _refuse_unlike_rows(mesh: DeviceMesh, rows: Mapping[DTensor, tuple[int, ...]]) -> None:
-    """Refuse what would combine tensors over ``mesh`` of which this rank holds other rows, perhaps by broadcasting.
+def _refuse_unlike_rows(rows: Mapping[DTensor, tuple[int, ...]]) -> None:
+    """Refuse what would combine tensors of one shape of which this rank holds other rows, perhaps by broadcasting.
 
     The library lays what trains of a unit (or of all that is outside of units) into one buffer, and what is frozen
     into another, and cuts each in the middle. Four rows of a, eight of b, four of c::
@@ -67,15 +68,14 @@ def _refuse_unlike_rows(mesh: DeviceMesh, rows: Mapping[DTensor, tuple[int, ...]
         a and c train, b is frozen    a 0-3, b 0-3          c 0-3, b 4-7
         a and b train, c is frozen    a 0-3, b 0-1, c 0-1   b 2-7, c 2-3
     """
-    layouts = _LAYOUTS[mesh] = {}
     for parameter, each in rows.items():
-        layouts.setdefault(parameter.shape, set()).add(each)
-    if any(len(each) > 1 for each in layouts.values()):
+        _ROWS.setdefault((parameter.device_mesh, parameter.shape), set()).add(each)
+    if any(len(each) > 1 for each in _ROWS.values()):
         watch_pairs(_refuse_pairs)
 
 
 def _refuse_pairs(tensors: list[DTensor]) -> None:
-    if len(tensors) < 2 or tensors[0].device_mesh not in _LAYOUTS:
+    if len(tensors) < 2 or len(_ROWS.get((tensors[0].device_mesh, tensors[0].shape), ())) < 2:
         return
     first, *others = tensors
     held = count_rows(first)
@@ -124,8 +124,9 @@ def describe_shards(
         copies[parameter] = partition.copies
     own = rows[tp_mesh.get_local_rank()]
     if is_sharded and dp_mesh.size() > 1:
-        on_mesh = {p: tuple(each[name] for each in own) for name, p in parameters.items() if isinstance(p, DTensor)}
-        _refuse_unlike_rows(next(iter(on_mesh)).device_mesh, on_mesh)
+        _refuse_unlike_rows(
+            {p: tuple(each[name] for each in own) for name, p in parameters.items() if isinstance(p, DTensor)}
+        )
     before = own[: dp_mesh.get_local_rank()] if is_sharded else []
     return {name: sum(each[name] for each in before) for name in parameters}, copies
 

@@ -191,10 +191,9 @@ class SavingStrategy(OnMesh):
         """
         found = checkpoints.gradient_part(self._module, self.gradient_group, self._save_distributed_checkpoint)
         unscaled, scale = self.precision_plugin.unscaled(self.optimizers)
-        for name in {
-            clean_name(name) for name, p in self._module.named_parameters() if id(p) in unscaled
-        } & found.keys():
-            local_tensor(found[name]).mul_(scale)
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in unscaled and (gradient := found.get(clean_name(name))) is not None:
+                local_tensor(gradient).mul_(scale)
         return found
 
     # ---- loading -----------------------------------------------------------------------------------------------------
