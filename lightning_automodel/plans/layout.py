@@ -221,10 +221,10 @@ class Structure:
 
     def _share_styles_of_ties(self, model: nn.Module) -> None:
         """Gives tied parameters one style if any of them has one (rule G)."""
-        groups: dict[int, list[str]] = {}
+        groups: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            groups.setdefault(id(parameter), []).append(name)
-        for names in groups.values():
+            groups.setdefault(parameter, []).append(name)
+        for _, names in sorted(groups.items(), key=lambda group: -group[0].ndim):  # a bias follows its matrix
             styles = {
                 self.parameter_styles[n].name: self.parameter_styles[n] for n in names if n in self.parameter_styles
             }
@@ -247,9 +247,12 @@ class Structure:
             if all(placement.is_replicate() for placement in placements):
                 self.parameter_styles[name] = styles[0]  # whole in both places, which compute as on one process
                 continue
-            embedding = isinstance(self.modules[owner], nn.Embedding)
-            style = STYLES["embedding_rowwise" if embedding else "colwise_gather_output"]
-            self.parameter_styles[name] = self.module_styles[owner] = style
+            module = self.modules[owner]
+            style = STYLES["embedding_rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"]
+            self.parameter_styles[name] = style
+            if isinstance(module, nn.Embedding | nn.Linear):  # others hold a head's bias under one more name
+                self.module_styles[owner] = style
+                self.parameter_styles |= {own: style for own, _ in module.named_parameters(owner, recurse=False)}
 
     def _has_style_of_twin(self, name: str, names: list[str]) -> bool:
         """Copies the style of a tied module of the same class that the plan names (in an encoder tied to its

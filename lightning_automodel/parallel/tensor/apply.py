@@ -22,14 +22,13 @@ Everything is installed as forward hooks and instance attributes that a ``copy.d
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -44,6 +43,7 @@ from lightning_automodel.parallel.hooks_of_users import WHOLE, warn_of_parts
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside
 from lightning_automodel.parallel.tensor.head_masks import install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
+from lightning_automodel.parallel.tensor.norms import install_norm, install_row_norm
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
@@ -148,10 +148,10 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
             _install_embedding(module, group)
             continue
         if module_layout.enter is Enter.NORM:
-            _install_norm(module, group, name)
+            install_norm(module, group, name)
             continue
         if module_layout.enter is Enter.ROW_NORM:
-            _install_row_norm(module, group)
+            install_row_norm(module, group)
             continue
         if enter := _enter_function(module_layout.enter, group):
             module.register_forward_pre_hook(_Around(enter, every=False).enter, with_kwargs=True)
@@ -311,31 +311,3 @@ class _SplitLookup(TorchFunctionMode):
         # An id outside of the vocabulary stays outside on every rank, and torch refuses it as on one process.
         output = functional.embedding(local.masked_fill(elsewhere, 0), weight, **options)
         return reduce_out(output.masked_fill(~held.unsqueeze(-1), 0), self.group)
-
-
-def _install_norm(module: nn.Module, group: ProcessGroup, name: str) -> None:
-    """Normalizes features [..., width / tp] by the mean square of all ``width`` of them."""
-    if not isinstance(module, nn.RMSNorm):
-        raise ValueError(f"norm_across_heads is for torch.nn.RMSNorm, but {name} is a {type(module).__name__}")
-
-    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = copy_in(reduce_out(wide.square().sum(-1, keepdim=True), group), group)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        normalized = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
-        return (normalized if self.weight is None else normalized * self.weight).to(x.dtype)
-
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-
-
-def _install_row_norm(module: nn.Module, group: ProcessGroup) -> None:
-    """Sums the squares of rows, of which each rank has its columns, before the root is taken."""
-
-    def get_weight_norm(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad():  # DoRA takes the norm for a constant
-            norm = type(self).get_weight_norm(self, *args, **kwargs)
-            if isinstance(norm, DTensor):  # outside of a forward pass, as merging asks for it: of whole rows
-                return norm
-            return reduce_out(norm.float().square(), group).sqrt().to(norm.dtype)
-
-    module.get_weight_norm = MethodType(get_weight_norm, module)  # type: ignore[assignment]

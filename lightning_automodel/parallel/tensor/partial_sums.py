@@ -147,10 +147,8 @@ class _Watch(TorchFunctionMode):
         self._start(name)
         if any(kind(x) is Kind.PARTIAL for x in tensors((args, kwargs))):
             raise ValueError(self._message(f"{name.removeprefix(self.name + '.')} computes with it"))
-        if term.known:
-            self._inside += 1
-        else:
-            _mark_parameters(member, term)
+        _mark_parameters(member, term)  # adapters read those of the layer around which they stand
+        self._inside += term.known
 
     def _leave_term(self, term: Term, member: nn.Module, args: tuple, output: Any) -> None:
         if term.known and not self.proved:
