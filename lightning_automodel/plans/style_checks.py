@@ -29,7 +29,8 @@ def check_styles(modules: Modules, module_styles: Styles, parameter_styles: Styl
         ValueError: naming the rule, the module and what to write instead.
     """
     for name, style in module_styles.items():
-        problem = _problem(modules[name], style) or _fused(name, modules, module_styles)
+        problem = _problem(modules[name], style) or _problem_of_place(name, modules, style)
+        problem = problem or _fused(name, modules, module_styles)
         if problem:
             raise ValueError(_message(name, modules[name], style, problem))
     alike = {(wildcard(name), type(modules[name])): name for name in reversed(list(module_styles))}
@@ -39,6 +40,8 @@ def check_styles(modules: Modules, module_styles: Styles, parameter_styles: Styl
     named = {id(modules[name]) for name in module_styles}
     for name, style in parameter_styles.items():
         owner = name.rpartition(".")[0]
+        if problem := _problem_of_place(name, modules, style):
+            raise ValueError(_message(name, modules[owner], style, problem))
         if id(modules[owner]) not in named and _splits(style) and isinstance(modules[owner], nn.Linear | nn.Embedding):
             problem = f"a rule about a parameter alone brings no collectives; name the module: {wildcard(owner)!r}"
             raise ValueError(_message(name, modules[owner], style, problem))
@@ -227,6 +230,18 @@ def _problem_of_storage(module: nn.Module, style: Style) -> str:
     if isinstance(module, Conv1D):
         return "its matrix is stored as [in, out], which no style splits; replace it by a torch.nn.Linear, or use tp=1"
     return ""
+
+
+def _problem_of_place(name: str, modules: Modules, style: Style) -> str:
+    """Says why what stands under ``name``, a module or a parameter, is not to be split there; empty if it may be."""
+    parent = name.rpartition(".")[0]
+    holder = next((n for n in (name, parent) if isinstance(modules.get(n), nn.MultiheadAttention)), None)
+    if holder is None or not _splits(style):
+        return ""
+    return (
+        f"torch.nn.MultiheadAttention computes with all matrices of {wildcard(holder)} itself, for as many heads as it "
+        "was made with, so that no style divides them: leave it and what is in it out of the plan, or use tp=1"
+    )
 
 
 def _fused(name: str, modules: Modules, styles: Styles) -> str:

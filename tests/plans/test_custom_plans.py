@@ -216,10 +216,18 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
 
 
+MIXING = ("mixes.0", "mixes.0.out_proj", "mixes.0.in_proj_weight")
+
+
+def mixes() -> nn.Module:
+    return nn.ModuleDict({"mixes": nn.ModuleList([nn.MultiheadAttention(8, 2)])})
+
+
 @pytest.mark.parametrize(
     ("build", "rules", "message"),
     [
         (convolutions, {"0": "colwise", "1": "rowwise"}, r"'\*' \(Conv2d\) .* it is a convolution"),
+        *((mixes, {rule: "rowwise"}, "computes with all matrices of .* itself") for rule in MIXING),
         (build_llama, {"model.layers.*.mlp.up_proj": "embedding_rowwise"}, r"\(Linear\) .* for torch.nn.Embedding"),
         (
             build_llama,
