@@ -271,21 +271,21 @@ class SharedHooks(SavingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.record("validation_step", args)
-        self._preemption.check()
-        return self.after_evaluation_step(super().validation_step(*args, **kwargs))
+        with self._evaluation.round("validation_step", args):
+            self._preemption.check()
+            return self.after_evaluation_step(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.record("test_step", args)
-        self._preemption.check()
-        return self.after_evaluation_step(super().test_step(*args, **kwargs))
+        with self._evaluation.round("test_step", args):
+            self._preemption.check()
+            return self.after_evaluation_step(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.record("predict_step", args)
-        self._preemption.check()
-        return self.after_evaluation_step(super().predict_step(*args, **kwargs))
+        with self._evaluation.round("predict_step", args):
+            self._preemption.check()
+            return self.after_evaluation_step(super().predict_step(*args, **kwargs))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -315,10 +315,13 @@ class SharedHooks(SavingStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduces over the data ranks unless ``group`` says otherwise; what is not a tensor stays as it is.
 
-        Before the processes have met, a tensor stays as it is too, as with Lightning's strategies.
+        Before the processes have met, a tensor stays as it is too, as with Lightning's strategies. Data ranks whose
+        present evaluation step is a filler do not count.
         """
         if not isinstance(tensor, Tensor) or (group is None and self._device_mesh is None):
             return tensor
+        if group is None and self._evaluation.in_round:
+            return metrics.reduce_counted(tensor, self.data_group, reduce_op, counts=not self.is_filling)
         return metrics.reduce(tensor, group or self.data_group, reduce_op)
 
     @override

@@ -23,6 +23,7 @@ from lightning_automodel.distributed.collectives import gather_in
 from lightning_automodel.strategies.metric_states import reduce_metrics_over
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
+_MEANS = (None, "mean", "avg", ReduceOp.AVG)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -41,13 +42,46 @@ def reduce(value: Tensor, group: ProcessGroup | None, operation: Any) -> Tensor:
         group: ``None``: all ranks.
         operation: "mean", "avg", "sum", "min", "max", "product", or a ``ReduceOp``.
     """
-    result = whole(value).detach().clone()
-    is_mean = operation in (None, "mean", "avg", ReduceOp.AVG)
-    if is_mean and not result.is_floating_point():
-        result = result.to(torch.get_default_dtype())
+    is_mean = operation in _MEANS
+    result = (_averaged(value) if is_mean else whole(value).detach()).clone()
     operation = ReduceOp.SUM if is_mean else _OPERATIONS.get(str(operation).lower(), operation)
     dist.all_reduce(result, op=operation, group=group)
     return result / dist.get_world_size(group) if is_mean else result
+
+
+def reduce_counted(value: Tensor, group: ProcessGroup | None, operation: Any, counts: bool) -> Tensor:
+    """Combines as :func:`reduce` does what ranks have that count, one of them at least.
+
+    Args:
+        value: any shape, the same on all ranks.
+        group: ``None``: all ranks.
+        operation: as of :func:`reduce`; others than those of its strings take all ranks.
+        counts: whether this rank's value does.
+    """
+    if operation in _MEANS:
+        share = torch.tensor(float(counts), device=value.device)
+        of_all = reduce_counted(_averaged(value), group, ReduceOp.SUM, counts)
+        return of_all / reduce(share, group, ReduceOp.SUM).to(of_all.dtype)
+    operation = _OPERATIONS.get(str(operation).lower(), operation)
+    value = whole(value)
+    if not counts and operation in _OPERATIONS.values():
+        value = torch.full_like(value, _neutral(operation, value.dtype))
+    return reduce(value, group, operation)
+
+
+def _averaged(value: Tensor) -> Tensor:
+    """Return ``value`` in a dtype that means are of."""
+    value = whole(value).detach()
+    return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+
+
+def _neutral(operation: Any, dtype: torch.dtype) -> float | int:
+    if operation in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        return int(operation == ReduceOp.PRODUCT)
+    if dtype.is_floating_point:
+        return float("inf") if operation == ReduceOp.MIN else -float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if operation == ReduceOp.MIN else limits.min
 
 
 def reduce_decision(decision: bool, device: torch.device, every: bool) -> bool:

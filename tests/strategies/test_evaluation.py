@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
@@ -12,6 +13,7 @@ from lightning_automodel.strategies.evaluation.fillers import fresh_containers, 
 from lightning_automodel.testing.pool import Nursery, Pool, PoolTimeout
 from tests.strategies.modules import StockModule, Stream, TinyModule, loader, trainer
 from tests.support.marks import with_long
+from tests.support.training import Memory
 
 FILLINGS: list[bool] = []  # not an attribute of the module, which a filler restores
 
@@ -139,6 +141,39 @@ def test_shares_of_unlike_numbers_of_batches(share: float, rows: int, nursery: N
     of_one, of_two = ({f"limit_{stage}_batches": limit for stage in stages} for limit in (rows, share))
     (one,) = Pool(nursery, 1).run(evaluate, 1, 1, [9], False, trainer=True, **of_one)
     check(pool2.run(evaluate, 2, 1, [9], False, trainer=True, **of_two), one)
+
+
+class OfSteps(TinyModule):
+    """Combines the numbers of the rows of each step over the data ranks, and logs their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[float]] = {}
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+        row, strategy = batch[0][0, 0], self.trainer.strategy
+        for operation in ("mean", "sum", "min", "max"):
+            self.found.setdefault(operation, []).append(strategy.reduce(row.float(), reduce_op=operation).item())
+        for operation in ("mean", "min", "max", ReduceOp.PRODUCT):
+            self.found.setdefault(f"whole {operation}", []).append(strategy.reduce(row, reduce_op=operation).item())
+        self.log("row", row.float(), on_step=True, on_epoch=True, sync_dist=True)
+
+
+def steps_of(count: int) -> tuple[dict[str, list[float]], list[float]]:
+    module, memory = OfSteps(), Memory()
+    trainer(2, {"process_group_backend": "cpu:gloo"}, logger=memory).validate(module, loader(count), verbose=False)
+    return module.found, [entry["row_step"] for entry in memory.logged if "row_step" in entry]
+
+
+def test_fillers_do_not_count_in_a_step(pool2: Pool) -> None:
+    (found, logged), _ = pool2.run(steps_of, 5, trainer=True)
+    mean, least, most = [0.5, 2.5, 4.0], [0, 2, 4], [1, 3, 4]
+    assert logged == mean
+    assert found == {
+        **{"mean": mean, "sum": [1, 5, 4], "min": least, "max": most},
+        **{"whole mean": mean, "whole min": least, "whole max": most, f"whole {ReduceOp.PRODUCT}": [0, 6, 4]},
+    }
 
 
 # ---- what Lightning's strategy does ----------------------------------------------------------------------------------

@@ -76,6 +76,16 @@ class Growing(BatchSampler):
         return len(self.sampler) // 2  # type: ignore[arg-type]
 
 
+class Stateful(DataLoader):
+    """Keeps a position of its own, of which nobody knows what it counts."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"mine": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"mine": 1}
+
+
 def data_of(kind: str, size: int) -> Any:
     """Training data of 23 or 24 rows, in batches of ``size``."""
     match kind:
@@ -83,6 +93,8 @@ def data_of(kind: str, size: int) -> Any:
             return loader(23, size, shuffle=True)
         case "counted":
             return ResumableLoader(loader(23).dataset, batch_size=size, shuffle=True)
+        case "with a state":
+            return Stateful(loader(24).dataset, batch_size=size)
         case "workers":
             return loader(24, size, shuffle=True, num_workers=1)
         case "subset":
@@ -203,3 +215,23 @@ def test_an_order_that_a_sampler_gives_in_batches(nursery: Nursery, tmp_path: Pa
     assert seen[0] == list(range(6, 12))  # about there: 8 were seen
     assert "read as batches of 2 on 1 data ranks" in said[0]
     assert "now as batches of 6" in said[0]
+
+
+def warnings_of(path: Path, count: int, *, resumes: bool) -> list[str]:
+    """What is said of a loader with a state of its own."""
+    place = (None, path / "x.ckpt") if resumes else (count, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record("with a state", path / "x.ckpt", 2, *place, max_epochs=2)
+    return [str(each.message) for each in caught if "holds states of Stateful" in str(each.message)]
+
+
+@pytest.mark.parametrize(("count", "ranks", "warns"), [(4, 1, True), (4, 2, False), (6, 1, False)])
+def test_a_state_of_other_data_ranks(
+    nursery: Nursery, pool2: Pool, tmp_path: Path, count: int, ranks: int, warns: bool
+) -> None:
+    """Two ranks have 6 batches each; behind all of them states are those of a whole epoch."""
+    assert not any(pool2.run(warnings_of, tmp_path, count, resumes=False, trainer=True))
+    said = Pool(nursery, ranks).run(warnings_of, tmp_path, count, resumes=True, trainer=True)[0]
+    assert bool(said) == warns
+    assert not warns or "on 2 data ranks, and there are 1 now" in said[0]

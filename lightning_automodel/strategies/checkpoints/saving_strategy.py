@@ -204,7 +204,7 @@ class SavingStrategy(OnMesh):
         path, is_sound = self._replacement.get(Location.of(self.broadcast(checkpoint_path)))
         self._restoration.path = path
         checkpoint = checkpoints.load(path, weights_only, self._trainer, is_sound)
-        choose_position(checkpoint, self.data_group.rank(), self.data_group.size())
+        choose_position(checkpoint, self.data_group.rank())
         self._seen.load(checkpoint)
         self._own = {key: checkpoint.pop(key) for key in OWN_ENTRIES if key in checkpoint}  # hooks see Lightning's
         if self._trainer.state.fn == TrainerFn.FITTING:

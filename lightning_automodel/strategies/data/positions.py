@@ -23,18 +23,23 @@ def collect_positions(checkpoint: Mapping[str, Any], data_group: ProcessGroup) -
     return positions if any(position is not None for position in positions) else []
 
 
-def choose_position(checkpoint: Mapping[str, Any], data_rank: int, data_size: int) -> None:
+def choose_position(checkpoint: Mapping[str, Any], data_rank: int) -> None:
     """Puts the state of this data rank where Lightning looks for it."""
     positions = checkpoint.get(POSITIONS, [])
     if not positions:
         return
-    if len(positions) != data_size and any(position != positions[0] for position in positions):
-        warn_once(
-            f"the checkpoint holds positions of {len(positions)} data ranks, which differ, and there are {data_size} "
-            f"now: rank i goes on where rank i modulo {len(positions)} was, so some samples of this epoch may be seen "
-            "twice and others not. Resume with as many data ranks, or from the end of an epoch, to continue exactly"
-        )
     _fit_loop(checkpoint)[_LOADER] = positions[data_rank % len(positions)]
+
+
+def warn_of_other_ranks(loader: Any, before: int, now: int) -> None:
+    """Warn that the states of ``loader``, if there is one, are those of another number of data ranks."""
+    if loader is not None:
+        warn_once(
+            f"the checkpoint holds states of {type(loader).__name__} on {before} data ranks, and there are {now} now: "
+            f"rank i goes on where the state of rank i modulo {before} says. If that is a position among the batches "
+            "or samples of one rank, some samples of this epoch are seen twice and others not. Resume with as many "
+            "data ranks, or from the end of an epoch, to continue exactly"
+        )
 
 
 def _fit_loop(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from lightning_automodel._compat.lightning.progress import (
 )
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.strategies.data.positions import POSITIONS, warn_of_other_ranks
 from lightning_automodel.strategies.data.samplers import divides_itself, share_of_loader
 from lightning_automodel.strategies.data.shared_order import SharedOrder
 
@@ -107,6 +108,7 @@ class SeenSamples:
 
     def __init__(self) -> None:
         self._saved: Mapping[str, Any] = {}
+        self._positions = 0  # data ranks whose loaders have told their states
         self._surplus: dict[int, list[int]] = {}  # by epoch and loader: samples that whole batches do not account for
 
     def describe(self, trainer: "pl.Trainer", combined: CombinedLoader | None, data_size: int) -> dict[str, Any]:
@@ -119,6 +121,7 @@ class SeenSamples:
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Keeps what a checkpoint says, for :meth:`go_on`."""
         self._saved = checkpoint.get(SEEN, {})
+        self._positions = len(checkpoint.get(POSITIONS, []))
 
     def go_on(self, trainer: "pl.Trainer", combined: CombinedLoader, rank: int, size: int) -> None:
         """Lets the loaders give the rest of the epoch first, then whole ones, and the trainer count accordingly.
@@ -136,6 +139,8 @@ class SeenSamples:
             set_sampler_epoch(loader, position.epoch)  # now: workers ask for the order before the epoch begins
         if not position.batches:
             end_epoch(trainer)
+        elif self._positions not in (0, size):
+            warn_of_other_ranks(_with_own_position(loaders), self._positions, size)
         if not position.batches or len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
@@ -189,14 +194,18 @@ class _Resumed(DataLoader):
 
 def warn_of_loaders_ahead(combined: CombinedLoader | None) -> None:
     """Warn of loaders whose own position is behind a batch that a run which resumes begins again."""
-    loaders = [] if combined is None else combined.flattened
-    ahead = next((loader for loader in loaders if is_stateful(loader) and not _counts_batches(loader)), None)
+    ahead = _with_own_position([] if combined is None else combined.flattened)
     if ahead is not None:
         warn_once(
             f"a checkpoint is saved within a training batch, and the state of {type(ahead).__name__} is behind it: who "
             "resumes does the optimizer step anew, with the samples that follow. Save in on_train_batch_end to "
             "continue exactly"
         )
+
+
+def _with_own_position(loaders: Iterable[Any]) -> Any:
+    """Return the first loader whose state is no number of batches."""
+    return next((loader for loader in loaders if is_stateful(loader) and not _counts_batches(loader)), None)
 
 
 def _counts_batches(loader: object) -> bool:

@@ -25,7 +25,8 @@ What one rank goes through with each loader (:class:`Rounds`)::
     In the first round of a loader of which some rank has no batch, the first one that has some lends its step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,6 +64,8 @@ class EvenEvaluation:
 
     def __init__(self) -> None:
         self.filling = False
+        self.in_round = False
+        """whether a step runs that may be a filler on other data ranks"""
         self._rounds: Rounds | None = None
 
     def start(self, trainer: "pl.Trainer", group: ProcessGroup, device: torch.device) -> None:
@@ -81,10 +84,16 @@ class EvenEvaluation:
         )
         set_fetcher(loop, EvenFetcher.take_over(fetcher, self._rounds))
 
-    def record(self, step: str, arguments: tuple[Any, ...]) -> None:
-        """Remembers a step, before it runs, as the next filler."""
+    @contextmanager
+    def round(self, step: str, arguments: tuple[Any, ...]) -> Generator[None, None, None]:
+        """Remembers a step, which runs within, as the next filler."""
         if self._rounds is not None and not self.filling:
             self._rounds.record(step, arguments)
+        self.in_round = self._rounds is not None
+        try:
+            yield
+        finally:
+            self.in_round = False
 
     def _fill(
         self, trainer: "pl.Trainer", loop: EvaluationLoop, step: str, arguments: tuple[Any, ...], loader: int | None
