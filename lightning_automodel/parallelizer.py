@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.config.imports import import_class_from_path, import_classes_from_paths
 from lightning_automodel.mesh import AxisNames
-from lightning_automodel.parallel.activation_checkpoint import get_lm_ac_layers
+from lightning_automodel.parallel.activation_checkpointing.blocks import get_lm_ac_layers
 from lightning_automodel.parallel.functional import (
     apply_fsdp2_sharding_recursively,
     apply_selective_activation_checkpointing,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.dtensor.tensors import dtensor_like
 from lightning_automodel._compat.fsdp2.units import Pending, fsdp_units, holds_partial_sums, pending_gradients
-from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
+from lightning_automodel.checkpointing.files.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.distributed.shards import local_tensor
 

@@ -10,20 +10,20 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from lightning_automodel.checkpointing.adapters import (
+from lightning_automodel.checkpointing.files.dcp import StoredTensor
+from lightning_automodel.checkpointing.files.reading import read_sound
+from lightning_automodel.checkpointing.files.storage import Location
+from lightning_automodel.checkpointing.hugging_face.adapters import (
     merged,
     tensors_of_base,
     warn_of_what_stays_behind,
     with_adapters,
     write_adapters,
 )
-from lightning_automodel.checkpointing.dcp import StoredTensor
-from lightning_automodel.checkpointing.description import Description, descriptions_of
-from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
+from lightning_automodel.checkpointing.hugging_face.description import Description, descriptions_of
+from lightning_automodel.checkpointing.hugging_face.models import floating_dtype, parse_size, write_pretrained
 from lightning_automodel.checkpointing.names import prefix_of
-from lightning_automodel.checkpointing.reading import read_sound
 from lightning_automodel.checkpointing.states import clean_name
-from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.logs import log, logger
 from lightning_automodel.modules.wrappers import name_without_wrappers, without_wrappers
 

@@ -3,9 +3,9 @@
 import pickle
 from collections.abc import Iterable
 
-from lightning_automodel.checkpointing.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.states import clean_name
-from lightning_automodel.checkpointing.storage import Location
 
 
 def stored_names(path: Location) -> set[str]:

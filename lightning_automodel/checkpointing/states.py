@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel._compat.torch.modules import load_hooks_of_users
-from lightning_automodel.checkpointing.dcp import StoredTensor, fetch
+from lightning_automodel.checkpointing.files.dcp import StoredTensor, fetch
 from lightning_automodel.checkpointing.targets import allocate, targets_of, targets_of_none, with_their_dtypes
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import gather_on_rank_zero

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel._compat.dtensor.tensors import dtensor_from
 from lightning_automodel._compat.torch.pytree import tree_map_only
-from lightning_automodel.checkpointing.dcp import StoredTensor
+from lightning_automodel.checkpointing.files.dcp import StoredTensor
 from lightning_automodel.distributed.uneven_shards import as_stored, like_parameter
 
 Pairs = list[tuple[Tensor, StoredTensor | Tensor]]

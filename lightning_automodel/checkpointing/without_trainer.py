@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_automodel._compat.lightning.trainer import read_folders
-from lightning_automodel.checkpointing.dcp import StoredTensor
-from lightning_automodel.checkpointing.reading import read_sound
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp import StoredTensor
+from lightning_automodel.checkpointing.files.reading import read_sound
+from lightning_automodel.checkpointing.files.storage import Location
 
 
 def let_lightning_read_folders() -> None:

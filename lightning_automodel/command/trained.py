@@ -17,7 +17,7 @@ import torch
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.conversion import export
-from lightning_automodel.checkpointing.folder import METADATA
+from lightning_automodel.checkpointing.files.folder import METADATA
 from lightning_automodel.finetuning.data import default_cache_dir
 
 _FOLDER = "LIGHTNING_AUTOMODEL_EXPORT"  # which the processes that this one starts inherit

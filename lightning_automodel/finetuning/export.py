@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_automodel.checkpointing.adapters import (
+from lightning_automodel.checkpointing.hugging_face.adapters import (
     check_exportable,
     check_mergeable,
     merged,
@@ -17,9 +17,9 @@ from lightning_automodel.checkpointing.adapters import (
     with_adapters,
     write_adapters,
 )
-from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models, descriptions_of
-from lightning_automodel.checkpointing.hugging_face import floating_dtype, parse_size, write_pretrained
-from lightning_automodel.checkpointing.save_pretrained import check_writable, write_sharded
+from lightning_automodel.checkpointing.hugging_face.description import DESCRIPTIONS, describe_models, descriptions_of
+from lightning_automodel.checkpointing.hugging_face.models import floating_dtype, parse_size, write_pretrained
+from lightning_automodel.checkpointing.hugging_face.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.modules.adapted_bases import names_left_out_of

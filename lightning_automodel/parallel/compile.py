@@ -29,7 +29,7 @@ from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.kept_states import has_been_watched, may_keep_something
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks
-from lightning_automodel.parallel.activation_checkpoint import has_cache, is_checkpointed, without_cache
+from lightning_automodel.parallel.activation_checkpointing.blocks import has_cache, is_checkpointed, without_cache
 from lightning_automodel.parallel.experts.seam import holds_seam, is_seam
 from lightning_automodel.parallel.tensor.partial_sums import is_followed
 from lightning_automodel.parallel.tensor.sliced_draws import draws_in_slices

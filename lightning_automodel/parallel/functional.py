@@ -12,11 +12,14 @@ from lightning_automodel._compat.fsdp2.units import fsdp_units, kept_gathered
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loading.host_offload import offload_policy_for
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
-from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing, get_lm_ac_layers
+from lightning_automodel.parallel.activation_checkpointing.blocks import (
+    apply_activation_checkpointing,
+    get_lm_ac_layers,
+)
 from lightning_automodel.parallel.compile import compile_blocks
-from lightning_automodel.parallel.compute_dtype import find_float32
 from lightning_automodel.parallel.fsdp2.running import reshard, set_prefetch
 from lightning_automodel.parallel.fsdp2.shard_unit import shard_unit
+from lightning_automodel.parallel.precision.compute_dtype import find_float32
 from lightning_automodel.parallel.registry import run_strategy
 from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.plans.selection import Rules
@@ -154,7 +157,7 @@ def _members(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 def apply_selective_activation_checkpointing(model: nn.Module, enable_compile: bool = False) -> None:
     """Makes blocks of the language model keep, while they train, the results of attention and every second matmul.
 
-    :func:`~lightning_automodel.parallel.activation_checkpoint.apply_activation_checkpointing` has more choices.
+    :func:`~lightning_automodel.parallel.activation_checkpointing.blocks.apply_activation_checkpointing` has more.
 
     Args:
         model: before or after it was made parallel; changed in place.

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationMixin
 
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.parallel.hooks_of_users import without_hooks_of_users
+from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 
 _ROOT = "_model_that_generates_in_step"
 _ENCODED = ("encoder_outputs", "attention_mask")

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import CONTAINERS, find_blocks, outermost
-from lightning_automodel.parallel.hooks_of_users import without_hooks_of_users
+from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 
 _MODEL = "_model_of_this_part"
 _RUNNING = "_forward_pass_is_running"

@@ -9,7 +9,7 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.parallel.compute_dtype import install_compute_dtype
+from lightning_automodel.parallel.precision.compute_dtype import install_compute_dtype
 from lightning_automodel.plans import Layout, Plan
 
 

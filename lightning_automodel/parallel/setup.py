@@ -17,8 +17,8 @@ from lightning_automodel.config import FSDP2Config, resolve_mp_policy
 from lightning_automodel.mesh import AxisNames, find_axes
 from lightning_automodel.parallel.fsdp2.shard_unit import FullyShard
 from lightning_automodel.parallel.fsdp2.sharding import FSDP2Sharding
-from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
-from lightning_automodel.parallel.own_memory import give_own_memory
+from lightning_automodel.parallel.guards.hooks_of_users import refuse_gradient_hooks
+from lightning_automodel.parallel.guards.own_memory import give_own_memory
 from lightning_automodel.parallel.stages import apply_stages
 
 MP_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

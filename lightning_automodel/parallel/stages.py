@@ -41,17 +41,17 @@ from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.four_bit import store_as_rows
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import adapters_of
-from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
+from lightning_automodel.parallel.activation_checkpointing.blocks import apply_activation_checkpointing
 from lightning_automodel.parallel.adapted_parameters import compute_adapted_parameters
-from lightning_automodel.parallel.autocast import install_autocast
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.parallel.context import ContextParallel
+from lightning_automodel.parallel.draws.passes import data_rank_of, draw_from
 from lightning_automodel.parallel.experts import ExpertParallel
 from lightning_automodel.parallel.experts.whole import find_whole_experts, route_to_own_experts
-from lightning_automodel.parallel.float8 import apply_float8
 from lightning_automodel.parallel.freed_memory import keep_freed_memory
 from lightning_automodel.parallel.lone_parts import run_parts_inside
-from lightning_automodel.parallel.random_passes import data_rank_of, draw_from
+from lightning_automodel.parallel.precision.autocast import install_autocast
+from lightning_automodel.parallel.precision.float8 import apply_float8
 from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel, install_copies
 from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.adapters import check_four_bit, check_recomputed_and_compiled

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel._compat.torch.modules import hook_tables_of, own_buffers
 from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
-from lightning_automodel.parallel.hooks_of_users import without_hooks_of_users
+from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 from lightning_automodel.plans.linearity import tensors
 
 NARROW = (torch.bfloat16, torch.float16)

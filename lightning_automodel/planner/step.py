@@ -111,7 +111,7 @@ def _micro_batch(
     model: nn.Module, optimizer: Optimizer, batch: Mapping[str, Tensor], watch: Watch, is_first: bool
 ) -> None:
     if is_first:
-        optimizer.zero_grad()  # before the forward pass, as the strategies do (strategies/last_gradients.py)
+        optimizer.zero_grad()  # before the forward pass, as the strategies do (strategies/steps/last_gradients.py)
     watch.enter(FORWARD)
     loss = model(**batch).loss
     gc.collect()

@@ -30,8 +30,8 @@ from lightning_automodel._compat.lightning.trainer import (
 from lightning_automodel._compat.torch.modules import have_gradient_hooks
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.loading.read_values import forget_changed
-from lightning_automodel.parallel.gather_order import take_gathers
-from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
+from lightning_automodel.parallel.guards.gather_order import take_gathers
+from lightning_automodel.parallel.guards.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
@@ -42,14 +42,14 @@ from lightning_automodel.strategies.data.agreement import BatchAgreement
 from lightning_automodel.strategies.data.samplers import check_training_lengths, install_samplers, process_dataloader
 from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.faults.preemption import Preemption
-from lightning_automodel.strategies.finite import FiniteGuard
-from lightning_automodel.strategies.last_gradients import LastGradients, read_between_micro_batches
-from lightning_automodel.strategies.late_tensors import LateTensors, refuse_late_tensors
-from lightning_automodel.strategies.losses_of_steps import LossesOfSteps
 from lightning_automodel.strategies.metric_states import reduce_metrics_over
-from lightning_automodel.strategies.optimizers import check_optimizers, explaining_step
 from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
+from lightning_automodel.strategies.steps.finite import FiniteGuard
+from lightning_automodel.strategies.steps.last_gradients import LastGradients, read_between_micro_batches
+from lightning_automodel.strategies.steps.late_tensors import LateTensors, refuse_late_tensors
+from lightning_automodel.strategies.steps.losses_of_steps import LossesOfSteps
+from lightning_automodel.strategies.steps.optimizers import check_optimizers, explaining_step
 
 
 class SharedHooks(SavingStrategy):

@@ -20,11 +20,11 @@ from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.loading.initialize import broadcast_weights
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.guards.replica_check import check_replicas_every
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.replica_check import check_replicas_every
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
-from lightning_automodel.strategies.replica_reduction import ReducedReplicas
+from lightning_automodel.strategies.replicas.reduction import ReducedReplicas
 from lightning_automodel.strategies.submodels import check_switches_find_work, find_submodels, unwrap_compiled_children
 
 _PREPARED = "_prepared_for_ddp"

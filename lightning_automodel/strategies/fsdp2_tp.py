@@ -19,7 +19,7 @@ from lightning_automodel._compat.fsdp2.reduction import reduce_what_waits
 from lightning_automodel._compat.fsdp2.units import follow_what_trains, fsdp_units
 from lightning_automodel._compat.lightning.modules import default_timeout, set_device
 from lightning_automodel._compat.torch.modules import hooks_after_accumulation_kept
-from lightning_automodel.checkpointing.save_adapters import install_saving_of_adapters
+from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -30,21 +30,21 @@ from lightning_automodel.loading.placeholders import reserve
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
-from lightning_automodel.parallel.copied_views import warn_of_copied_views
 from lightning_automodel.parallel.fsdp2.gathered import call_to_read, free, free_copies
 from lightning_automodel.parallel.fsdp2.running import fsdp_roots, gradients_held, reshard
-from lightning_automodel.parallel.hooks_of_users import (
+from lightning_automodel.parallel.guards.copied_views import warn_of_copied_views
+from lightning_automodel.parallel.guards.hooks_of_users import (
     find_hook_after_accumulation,
     refuse_hooks_after_accumulation,
 )
+from lightning_automodel.parallel.guards.own_memory import give_own_memory
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.own_memory import give_own_memory
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME, run_before_backward, run_before_steps
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
+from lightning_automodel.strategies.steps.last_gradients import REDUCED_EACH_TIME, run_before_backward, run_before_steps
 from lightning_automodel.strategies.submodels import (
     Submodel,
     check_complete,

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning.modules import default_timeout
-from lightning_automodel.checkpointing.folder import GRADIENTS
-from lightning_automodel.checkpointing.save_adapters import install_saving_of_adapters
+from lightning_automodel.checkpointing.files.folder import GRADIENTS
+from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
@@ -30,9 +30,9 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
-from lightning_automodel.parallel.hooks_of_users import refuse_hooks_after_accumulation
+from lightning_automodel.parallel.guards.hooks_of_users import refuse_hooks_after_accumulation
+from lightning_automodel.parallel.guards.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
-from lightning_automodel.parallel.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards
 from lightning_automodel.strategies.submodels import (

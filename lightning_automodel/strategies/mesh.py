@@ -20,7 +20,7 @@ from lightning_automodel._compat.lightning.modules import destroy_groups_at_exit
 from lightning_automodel._compat.lightning.strategies import LaunchedStrategy
 from lightning_automodel.distributed.kept_groups import begin_run, note_failure
 from lightning_automodel.mesh import CP_TP, DP, DP_CP, TP, MeshSizes, axis, share_mesh
-from lightning_automodel.parallel.replica_check import check_replicas
+from lightning_automodel.parallel.guards.replica_check import check_replicas
 from lightning_automodel.strategies.checkpoints.plain_files import StagedCheckpointIO
 from lightning_automodel.strategies.faults.failures import is_of_backend
 from lightning_automodel.strategies.faults.peers import Peers

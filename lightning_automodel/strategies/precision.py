@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.whole_numbers import whole_numbers
 from lightning_automodel.gradients import clip_grad_norm_, to_local_if_dtensor
-from lightning_automodel.strategies.finite import FiniteGuard, can_defer
-from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
+from lightning_automodel.strategies.steps.finite import FiniteGuard, can_defer
+from lightning_automodel.strategies.steps.loss_scaling import AgreedGradScaler
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 
@@ -27,7 +27,7 @@ _COMPUTED = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixe
 
 
 class FSDP2Precision(Precision):
-    """Precision of parameters and compute, as FSDP2 means it; DDP does the same (``parallel/compute_dtype.py``).
+    """Precision of parameters and compute as FSDP2 means it. DDP follows (``parallel/precision/compute_dtype.py``).
 
     ============  ==================  =======================================
     precision     parameters stored   compute / reduction of gradients

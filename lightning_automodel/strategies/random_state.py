@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.random_numbers import RandomNumbers, agreed_seed
-from lightning_automodel.parallel.random_passes import draw_from, lone_dropouts
+from lightning_automodel.parallel.draws.passes import draw_from, lone_dropouts
 from lightning_automodel.strategies.submodels import find_submodels
 
 RANDOM_STATES = "random_states"

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import MeshSizes

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel.checkpointing.conversion import export
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.names import stored_names
-from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_changed_base import whole_of
 from tests.adapters.test_configure_model import Adapted, lora

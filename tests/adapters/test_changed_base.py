@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.names import stored_names
-from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import Adapted, lora
 from tests.support.layouts import LAYOUTS

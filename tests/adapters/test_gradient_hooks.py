@@ -3,7 +3,7 @@
 import pytest
 from peft import OSFConfig, get_peft_model
 
-from lightning_automodel.parallel.hooks_of_users import refuse_gradient_hooks
+from lightning_automodel.parallel.guards.hooks_of_users import refuse_gradient_hooks
 from tests.support.training import tiny_llama
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.subjects import gather_part

@@ -23,9 +23,9 @@ from transformers import (
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.conversion import consolidate, export
-from lightning_automodel.checkpointing.hugging_face import write_pretrained
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
+from lightning_automodel.checkpointing.hugging_face.models import write_pretrained
 from lightning_automodel.cli import main
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.training import Recorder, batches, fit, make_trainer, tiny_llama, whole_parameters

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.filesystem import _SerialCpuLoader
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from lightning_automodel.checkpointing import folder as module
-from lightning_automodel.checkpointing import staging
-from lightning_automodel.checkpointing.background import BackgroundSaver
-from lightning_automodel.checkpointing.dcp import Held, list_tensors
-from lightning_automodel.checkpointing.folder import contents_of, save_folder
-from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.reading import read_checkpoint, refuse_part
-from lightning_automodel.checkpointing.staging import Staging, remove_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files import folder as module
+from lightning_automodel.checkpointing.files import staging
+from lightning_automodel.checkpointing.files.background import BackgroundSaver
+from lightning_automodel.checkpointing.files.dcp import Held, list_tensors
+from lightning_automodel.checkpointing.files.folder import contents_of, save_folder
+from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.reading import read_checkpoint, refuse_part
+from lightning_automodel.checkpointing.files.staging import Staging, remove_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.strategies.checkpoints.hooks import load
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.marks import with_long

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import DDPStrategy as DDPStrategyOfOurs
 from lightning_automodel import FSDP2TPStrategy
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.checkpointing.test_states import Counting
 from tests.strategies.test_habits_of_steps import Unfrozen

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_automodel.checkpointing.dcp import Held, list_tensors, write_tensors
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp import Held, list_tensors, write_tensors
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.distributed.boxes import boxes_at
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.mesh import DP_SHARD, TP, axis, build_mesh, resolve_sizes

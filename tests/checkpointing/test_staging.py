@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_automodel.checkpointing import staging
-from lightning_automodel.checkpointing.staging import Staging
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files import staging
+from lightning_automodel.checkpointing.files.staging import Staging
+from lightning_automodel.checkpointing.files.storage import Location
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
-from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.testing.pool import Pool
 from tests.support.marks import with_long
 from tests.support.training import fit

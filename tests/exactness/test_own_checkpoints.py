@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel.random_passes import draw_from
+from lightning_automodel.parallel.draws.passes import draw_from
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, batches, compare

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel._compat.fsdp2.units import parameter_groups
 from lightning_automodel.checkpointing.conversion import export
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.finetuning import CausalLM, HuggingFaceExport, TextDataModule
 from lightning_automodel.testing.pool import Pool
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.conversion import export
-from lightning_automodel.checkpointing.reading import read_checkpoint
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.finetuning import HuggingFaceExport
 from lightning_automodel.testing.pool import Pool
 from tests.finetuning.test_adapters import data_of, module_of

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_automodel.strategies.finite import FiniteGuard, can_defer
+from lightning_automodel.strategies.steps.finite import FiniteGuard, can_defer
 
 DEVICE = "cuda"
 

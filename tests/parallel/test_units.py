@@ -14,8 +14,8 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import DP_SHARD_CP, axis
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, find_towers
-from lightning_automodel.parallel.autocast import widen_stream
 from lightning_automodel.parallel.fsdp2.units import differentiate_stream, group_blocks
+from lightning_automodel.parallel.precision.autocast import widen_stream
 from lightning_automodel.parallelizer import (
     DefaultParallelizationStrategy,
     apply_fsdp2_sharding_recursively,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.config import DDPConfig, FSDP2Config
-from lightning_automodel.strategies import finite, precision
-from lightning_automodel.strategies.finite import FiniteGuard
+from lightning_automodel.strategies import precision
+from lightning_automodel.strategies.steps import finite
+from lightning_automodel.strategies.steps.finite import FiniteGuard
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
 from tests.support.waiting import Moves, played_cuda

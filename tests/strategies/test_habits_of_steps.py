@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from lightning_automodel import DDPConfig
-from lightning_automodel.parallel.gather_order import take_gathers
+from lightning_automodel.parallel.guards.gather_order import take_gathers
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS

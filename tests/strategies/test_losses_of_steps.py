@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_automodel.strategies.optimizers import reads_loss
+from lightning_automodel.strategies.steps.optimizers import reads_loss
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters

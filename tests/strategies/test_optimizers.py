@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
-from lightning_automodel.strategies.optimizers import check_optimizers, updates_each_element_alone
+from lightning_automodel.strategies.steps.optimizers import check_optimizers, updates_each_element_alone
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import OLD_FSDP2, SHARDS_TAKE_MASKS
 from tests.support.training import Recorder, batches, make_trainer, tiny_llama, whole, whole_parameters, world_size

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from lightning_automodel.strategies.loss_scaling import AgreedGradScaler
 from lightning_automodel.strategies.precision import FSDP2Precision
+from lightning_automodel.strategies.steps.loss_scaling import AgreedGradScaler
 from lightning_automodel.testing.pool import Pool
 from tests.strategies.modules import CONFIG, TinyModule, loader, trainer
 from tests.support.marks import with_long

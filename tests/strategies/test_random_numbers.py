@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.distributed.random_numbers import RandomNumbers
-from lightning_automodel.parallel.random_passes import draw_from
+from lightning_automodel.parallel.draws.passes import draw_from
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.support.dropping import Dropping, run, saving, tiny_phi
 from tests.support.layouts import LAYOUTS

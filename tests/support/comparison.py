@@ -14,8 +14,8 @@ from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
+from lightning_automodel.parallel.draws.passes import draw_from
 from lightning_automodel.parallel.fsdp2.running import gradients_held
-from lightning_automodel.parallel.random_passes import draw_from
 from lightning_automodel.parallelizer import parallelize
 from tests.support.training import whole
 

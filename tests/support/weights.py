@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 
-from lightning_automodel.checkpointing.dcp import Held, fetch, list_tensors, write_tensors
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp import Held, fetch, list_tensors, write_tensors
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.finetuning.export import write_sharded
 from lightning_automodel.loading import sharded_loading

@@ -19,7 +19,7 @@ from lightning_automodel.modules.structure import class_names, outermost
 from lightning_automodel.parallel.context.blocks import install_on_blocks, install_on_children
 from lightning_automodel.parallel.context.models import install_on_models
 from lightning_automodel.parallel.context.state import Pass, StreamOnRows
-from lightning_automodel.parallel.hooks_of_users import warn_of_parts
+from lightning_automodel.parallel.guards.hooks_of_users import warn_of_parts
 from lightning_automodel.plans.context import BlockList, ContextLayout, Treatment, head_of
 
 __all__ = ["ContextParallel"]

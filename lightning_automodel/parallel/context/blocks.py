@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.parallel.activation_checkpoint import is_checkpointed
+from lightning_automodel.parallel.activation_checkpointing.blocks import is_checkpointed
 from lightning_automodel.parallel.context.attention import bind_attention, exchanges, rows_of
 from lightning_automodel.parallel.context.state import StreamOnRows
 from lightning_automodel.plans.context import ROWS_OF_ATTENTION, ContextLayout, Treatment, ordered_arguments

@@ -30,9 +30,9 @@ from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.parameter_swap import describe_replaced, stands_for_parameter
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.parallel.fsdp2.laid_gradients import lay_gradients
-from lightning_automodel.parallel.gather_order import note_gathers
+from lightning_automodel.parallel.guards.gather_order import note_gathers
+from lightning_automodel.parallel.guards.written_copies import WrittenCopies
 from lightning_automodel.parallel.hidden_outputs import differentiable
-from lightning_automodel.parallel.written_copies import WrittenCopies
 
 _IS_READ = "_is_called_to_be_read"
 

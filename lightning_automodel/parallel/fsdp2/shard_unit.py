@@ -19,9 +19,9 @@ from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.transformers.models import record_as_before
 from lightning_automodel.parallel.fsdp2.dim_to_cut import DimToCut
-from lightning_automodel.parallel.gather_order import note_reduction
+from lightning_automodel.parallel.guards.gather_order import note_reduction
+from lightning_automodel.parallel.guards.written_weights import refuse_written_weights
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
-from lightning_automodel.parallel.written_weights import refuse_written_weights
 
 FullyShard = Callable[..., Any]
 """As FSDP2's ``fully_shard(module, mesh=, mp_policy=, reshard_after_forward=, offload_policy=, ignored_params=)``."""

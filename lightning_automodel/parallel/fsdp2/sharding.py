@@ -21,7 +21,7 @@ from lightning_automodel._compat.fsdp2.root import begin_with_root
 from lightning_automodel._compat.fsdp2.units import holds_several_dtypes
 from lightning_automodel._compat.torch.groups import concatenated_once
 from lightning_automodel._compat.torch.optimization import orthogonalize_whole_matrices
-from lightning_automodel.checkpointing.save_pretrained import install_saving
+from lightning_automodel.checkpointing.hugging_face.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.loading.host_offload import offload_policy_for
@@ -33,8 +33,7 @@ from lightning_automodel.modules.structure import (
     last_blocks,
     reads_more_than_text,
 )
-from lightning_automodel.parallel.autocast import widen_stream
-from lightning_automodel.parallel.compute_dtype import find_float32
+from lightning_automodel.parallel.draws.whole import draw_as_one_process
 from lightning_automodel.parallel.experts.units import (
     experts_inside,
     find_expert_units,
@@ -54,9 +53,10 @@ from lightning_automodel.parallel.fsdp2.units import (
     reshards,
 )
 from lightning_automodel.parallel.generation import generate_in_step
-from lightning_automodel.parallel.replica_check import check_replicas_every
+from lightning_automodel.parallel.guards.replica_check import check_replicas_every
+from lightning_automodel.parallel.precision.autocast import widen_stream
+from lightning_automodel.parallel.precision.compute_dtype import find_float32
 from lightning_automodel.parallel.tensor.replicated_gradients import compare_first_gradients
-from lightning_automodel.parallel.whole_draws import draw_as_one_process
 from lightning_automodel.plans import Layout, Plan
 
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.checkpointing.save_pretrained import install_saving
+from lightning_automodel.checkpointing.hugging_face.save_pretrained import install_saving
 from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import cast_parameters
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import class_names, holds
-from lightning_automodel.parallel.compute_dtype import Cast
 from lightning_automodel.parallel.generation import generate_in_step
+from lightning_automodel.parallel.guards.own_memory import give_own_memory
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.megatron_fsdp.plain import make_plain
-from lightning_automodel.parallel.own_memory import give_own_memory
+from lightning_automodel.parallel.precision.compute_dtype import Cast
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.plans import Layout, Plan
 

@@ -13,10 +13,10 @@ from lightning_automodel.config import MegatronFSDPConfig
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.mesh import Axes
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.parallel.guards.replica_check import check_replicas_every
 from lightning_automodel.parallel.megatron_fsdp.building import Dtypes, finish_split, is_split, split_over_tp
 from lightning_automodel.parallel.megatron_fsdp.passes import Passes
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
-from lightning_automodel.parallel.replica_check import check_replicas_every
 
 _PASSES = "_passes_of_megatron_fsdp"
 

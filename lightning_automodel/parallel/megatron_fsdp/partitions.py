@@ -14,8 +14,8 @@ from lightning_automodel._compat.dtensor.operations import refuse_gathering, wat
 from lightning_automodel.distributed.boxes import Box, boxes_at
 from lightning_automodel.distributed.uneven_shards import Partition, set_partition
 from lightning_automodel.gradients import to_local_if_dtensor
+from lightning_automodel.parallel.draws.whole import refuse_draws
 from lightning_automodel.parallel.megatron_fsdp.plain import Slice
-from lightning_automodel.parallel.whole_draws import refuse_draws
 
 _NOT_GATHERED = (
     "a parameter or gradient that Megatron-FSDP shards is needed whole (by full_tensor(), a median, a product): its "

@@ -25,11 +25,11 @@ from lightning_automodel._compat.torch.tensors import (
     let_last_hook_run_first,
 )
 from lightning_automodel.distributed.second_order import refuse_second_order
+from lightning_automodel.parallel.guards.written_copies import WrittenCopies
+from lightning_automodel.parallel.guards.written_weights import refuse_written_weights
 from lightning_automodel.parallel.hidden_outputs import differentiable
 from lightning_automodel.parallel.megatron_fsdp.reentrant import ReachedAgain
 from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
-from lightning_automodel.parallel.written_copies import WrittenCopies
-from lightning_automodel.parallel.written_weights import refuse_written_weights
 
 _IN_A_UNIT = (
     "which Megatron-FSDP gathers as one. Call that, with a forward that takes both ways; or name the classes of its "

@@ -39,7 +39,7 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
-from lightning_automodel.parallel.hooks_of_users import WHOLE, warn_of_parts
+from lightning_automodel.parallel.guards.hooks_of_users import WHOLE, warn_of_parts
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside
 from lightning_automodel.parallel.tensor.head_masks import install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors

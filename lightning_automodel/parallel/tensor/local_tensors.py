@@ -25,7 +25,7 @@ from lightning_automodel.distributed.collectives import copy_in, scale_gradient,
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
-from lightning_automodel.parallel.activation_checkpoint import has_switch
+from lightning_automodel.parallel.activation_checkpointing.blocks import has_switch
 from lightning_automodel.parallel.tensor.replicated_gradients import noting
 from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout, ParameterLayout

@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel._compat.dtensor.tensors import dtensor_like
 from lightning_automodel._compat.lightning.strategies import ExchangedAveraging, ExchangedStochasticAveraging
-from lightning_automodel.checkpointing.dcp import fetch
-from lightning_automodel.checkpointing.folder import CURRENT
+from lightning_automodel.checkpointing.files.dcp import fetch
+from lightning_automodel.checkpointing.files.folder import CURRENT
 from lightning_automodel.checkpointing.states import model_state, named_state
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.distributed.uneven_shards import like_parameter

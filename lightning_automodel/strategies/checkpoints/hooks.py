@@ -19,11 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpointing.accumulated_gradients import collect_gradients
-from lightning_automodel.checkpointing.background import BackgroundSaver
-from lightning_automodel.checkpointing.folder import SHARDED, contents_of, on_rank_zero, save_folder
-from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.reading import read_checkpoint, refuse_part
-from lightning_automodel.checkpointing.staging import remove_checkpoint
+from lightning_automodel.checkpointing.files.background import BackgroundSaver
+from lightning_automodel.checkpointing.files.folder import SHARDED, contents_of, on_rank_zero, save_folder
+from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.reading import read_checkpoint, refuse_part
+from lightning_automodel.checkpointing.files.staging import remove_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.states import (
     clean_name,
     gather_state,
@@ -31,7 +32,6 @@ from lightning_automodel.checkpointing.states import (
     optimizer_state,
     restore_optimizer,
 )
-from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.uneven_shards import stored_state
 from lightning_automodel.modules.adapted_bases import names_left_out
 from lightning_automodel.strategies.checkpoints.newest import newest_beside

@@ -18,9 +18,9 @@ from lightning_automodel._compat.lightning.trainer import (
     replace_checkpoint_path,
     starts_from_last,
 )
-from lightning_automodel.checkpointing.folder import METADATA
-from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.folder import METADATA
+from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.distributed.logs import warn_once
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_automodel.checkpointing.staging import Staging
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.staging import Staging
+from lightning_automodel.checkpointing.files.storage import Location
 
 
 class StagedCheckpointIO(TorchCheckpointIO):

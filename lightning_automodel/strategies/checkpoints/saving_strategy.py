@@ -19,18 +19,18 @@ from lightning_automodel._compat.lightning.progress import (
 )
 from lightning_automodel._compat.lightning.trainer import checkpoint_path_of, is_accumulating
 from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
-from lightning_automodel.checkpointing.background import BackgroundSaver
-from lightning_automodel.checkpointing.description import DESCRIPTIONS, describe_models
-from lightning_automodel.checkpointing.folder import GRADIENTS
+from lightning_automodel.checkpointing.files.background import BackgroundSaver
+from lightning_automodel.checkpointing.files.folder import GRADIENTS
+from lightning_automodel.checkpointing.files.staging import remove_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
+from lightning_automodel.checkpointing.hugging_face.description import DESCRIPTIONS, describe_models
 from lightning_automodel.checkpointing.names import prefix_of, stored_names
-from lightning_automodel.checkpointing.staging import remove_checkpoint
 from lightning_automodel.checkpointing.states import clean_name, restore_model
-from lightning_automodel.checkpointing.storage import Location
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out_of
-from lightning_automodel.parallel.replica_check import warn_of_buffers_apart
+from lightning_automodel.parallel.guards.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
 from lightning_automodel.strategies.checkpoints.bases import FrozenBases
 from lightning_automodel.strategies.checkpoints.newest import Replacement

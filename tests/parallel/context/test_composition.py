@@ -13,7 +13,7 @@ from lightning_automodel import DDPStrategy, FSDP2Config, MegatronFSDPStrategy
 from lightning_automodel.distributed import logs
 from lightning_automodel.distributed.random_numbers import RandomNumbers
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel.random_passes import draw_from, random_numbers_of
+from lightning_automodel.parallel.draws.passes import draw_from, random_numbers_of
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, compare

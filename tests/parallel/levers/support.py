@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel._compat.fsdp2.units import parameter_groups
 from lightning_automodel.distributed.random_numbers import RandomNumbers
-from lightning_automodel.parallel.random_passes import draw_from
+from lightning_automodel.parallel.draws.passes import draw_from
 
 ROWS, LENGTH = 2, 20
 BLOCK = 96 * (64 + 32 + 32 + 64) + 3 * 96 * 128 + 2 * 96

@@ -12,7 +12,7 @@ from transformers import masking_utils, modeling_flash_attention_utils
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
+from lightning_automodel.parallel.activation_checkpointing.blocks import apply_activation_checkpointing
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing
 from lightning_automodel.parallelizer import apply_selective_activation_checkpointing, parallelize
 from lightning_automodel.testing.pool import Pool

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.utils.parametrizations import spectral_norm
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from lightning_automodel.parallel.activation_checkpoint import apply_activation_checkpointing
+from lightning_automodel.parallel.activation_checkpointing.blocks import apply_activation_checkpointing
 from lightning_automodel.parallel.compile import apply_compile
 from tests.parallel.levers.support import gradients, token_ids
 from tests.support.families import tiny_model

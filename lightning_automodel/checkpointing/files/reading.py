@@ -5,17 +5,17 @@ import zipfile
 
 import torch
 
-from lightning_automodel.checkpointing.dcp import list_tensors
-from lightning_automodel.checkpointing.folder import ALIASES, METADATA, OPTIMIZER, TREES, Checkpoint
-from lightning_automodel.checkpointing.integrity import verify
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp import list_tensors
+from lightning_automodel.checkpointing.files.folder import ALIASES, METADATA, OPTIMIZER, TREES, Checkpoint
+from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.storage import Location
 
 
 def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpoint:
     """Reads a checkpoint of either kind, but not its tensors: ``dcp.fetch`` does, for each rank's part.
 
     Args:
-        path: a folder that :func:`~lightning_automodel.checkpointing.folder.save_folder` wrote, or a plain file.
+        path: a folder that :func:`~lightning_automodel.checkpointing.files.folder.save_folder` wrote, or a plain file.
         weights_only: refuse pickled objects other than tensors and plain containers (``None``: torch's default, yes).
 
     Returns:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel.strategies.optimizers import reads_loss
+from lightning_automodel.strategies.steps.optimizers import reads_loss
 
 
 class LossesOfSteps:

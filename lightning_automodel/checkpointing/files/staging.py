@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.storage import Location
 
 _INCOMPLETE = ".incomplete"
 _LOCK = ".lock"

@@ -20,7 +20,12 @@ from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2.units import fsdp_units
 from lightning_automodel._compat.transformers.models import saves_more_than_weights
-from lightning_automodel.checkpointing.hugging_face import group_names, name_of_code, parse_size, write_pretrained
+from lightning_automodel.checkpointing.hugging_face.models import (
+    group_names,
+    name_of_code,
+    parse_size,
+    write_pretrained,
+)
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import Fragment, as_stored, like_parameter
@@ -50,7 +55,7 @@ def write_sharded(model: PreTrainedModel, directory: Path | None, **options: Any
     Args:
         model: of any strategy, or whole.
         directory: for rank 0; ``None``: nothing is written.
-        options: of :func:`~lightning_automodel.checkpointing.hugging_face.write_pretrained`.
+        options: of :func:`~lightning_automodel.checkpointing.hugging_face.models.write_pretrained`.
 
     Raises:
         RuntimeError: on the other ranks, if rank 0 could not write.

@@ -24,9 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel._compat.torch.tensors import version_of
-from lightning_automodel.checkpointing.dcp import Held
-from lightning_automodel.checkpointing.folder import Contents, is_of_optimizer, save_folder
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp import Held
+from lightning_automodel.checkpointing.files.folder import Contents, is_of_optimizer, save_folder
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.distributed.kept_groups import keep
 
 _in_flight: list[threading.Thread] = []

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.fsdp2.units import fsdp_units
-from lightning_automodel.checkpointing.hugging_face import name_of_code
-from lightning_automodel.checkpointing.save_pretrained import check_alike, gather, raise_on_all
+from lightning_automodel.checkpointing.hugging_face.models import name_of_code
+from lightning_automodel.checkpointing.hugging_face.save_pretrained import check_alike, gather, raise_on_all
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.modules.structure import find_input_embedding

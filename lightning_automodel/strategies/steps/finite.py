@@ -26,7 +26,7 @@ from lightning_automodel._compat.torch.tensors import each_norm
 from lightning_automodel.distributed.arriving import Arriving
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor
-from lightning_automodel.parallel.gather_order import Gathered, take_gathers
+from lightning_automodel.parallel.guards.gather_order import Gathered, take_gathers
 
 _MOST_LOSSES = 1024
 _LOW = 1e-30  # in the place of a rate of 0

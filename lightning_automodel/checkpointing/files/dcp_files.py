@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_automodel.checkpointing.integrity import SummingWriter, Sums
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.integrity import SummingWriter, Sums
+from lightning_automodel.checkpointing.files.storage import Location
 
 Complete = Callable[[Metadata, list[list[WriteResult]]], None]
 

@@ -4,8 +4,8 @@
 
     all parameters as when it was made, one backward pass     torch's wrapper, in buckets, beside the backward pass
     another choice of parameters between two steps             torch's wrapper, made anew
-    a choice within the step, a second or a plain backward     averages behind the pass (replica_gradients.py)
-    hooks of users on parameters                               run behind the reduction (replica_hooks.py)
+    a choice within the step, a second or a plain backward     averages behind the pass (gradients.py)
+    hooks of users on parameters                               run behind the reduction (hooks.py)
 """
 
 from collections.abc import Generator
@@ -26,10 +26,10 @@ from lightning_automodel._compat.torch.modules import parameters_of
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.last_gradients import REDUCED_EACH_TIME
-from lightning_automodel.strategies.replica_gradients import PlainBackward, average_gradients, reduce_in_float32
-from lightning_automodel.strategies.replica_hooks import HooksOfReplicas
+from lightning_automodel.strategies.replicas.gradients import PlainBackward, average_gradients, reduce_in_float32
+from lightning_automodel.strategies.replicas.hooks import HooksOfReplicas
 from lightning_automodel.strategies.sharded_use import HELD
+from lightning_automodel.strategies.steps.last_gradients import REDUCED_EACH_TIME
 
 HOOKED_EACH_TIME = (
     "a parameter has a hook (register_post_accumulate_grad_hook), so gradients are reduced at every micro-batch"

@@ -19,8 +19,8 @@ from lightning_automodel._compat.torch.modules import own_buffers, own_children,
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers.models import source_of
-from lightning_automodel.checkpointing.description import Description
-from lightning_automodel.checkpointing.hugging_face import INDEX, Fetch
+from lightning_automodel.checkpointing.hugging_face.description import Description
+from lightning_automodel.checkpointing.hugging_face.models import INDEX, Fetch
 from lightning_automodel.modules.ties import say_untied
 from lightning_automodel.modules.wrappers import adapters_of, is_wrapper, name_without_wrappers, unwrapped
 

@@ -24,8 +24,8 @@ from lightning_automodel._compat.torch.modules import (
     wrap_hooks_after_accumulation,
 )
 from lightning_automodel._compat.torch.tensors import after_backward, is_accumulated_now
-from lightning_automodel.parallel.hooks_of_users import is_of_user
-from lightning_automodel.strategies.replica_gradients import average
+from lightning_automodel.parallel.guards.hooks_of_users import is_of_user
+from lightning_automodel.strategies.replicas.gradients import average
 
 _Act = Callable[[Callable[[Tensor], Any], Tensor], Any]
 

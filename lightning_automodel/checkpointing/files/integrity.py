@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch.distributed as dist
 from zlib_ng.zlib_ng import crc32  # the sums of zlib's, by the processor's instructions
 
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.storage import Location
 
 CHECKSUMS = "checksums.json"
 _BLOCK = 1 << 22  # bytes

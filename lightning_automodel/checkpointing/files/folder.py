@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_automodel.checkpointing.dcp import Held, SameAs, write_tensors
-from lightning_automodel.checkpointing.integrity import CHECKSUMS, Sums, sum_of, to_json
-from lightning_automodel.checkpointing.staging import Staging
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp import Held, SameAs, write_tensors
+from lightning_automodel.checkpointing.files.integrity import CHECKSUMS, Sums, sum_of, to_json
+from lightning_automodel.checkpointing.files.staging import Staging
+from lightning_automodel.checkpointing.files.storage import Location
 
 METADATA = "meta.pt"
 ALIASES = "lightning_automodel_aliases"

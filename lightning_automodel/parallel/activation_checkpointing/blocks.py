@@ -37,7 +37,7 @@ from lightning_automodel.modules.structure import (
     outermost,
     tower_modalities,
 )
-from lightning_automodel.parallel.selective_checkpoint import SELECTIVE, Contexts, keeping_routes, saving
+from lightning_automodel.parallel.activation_checkpointing.selective import SELECTIVE, Contexts, keeping_routes, saving
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _BLOCK = "_block_of_checkpointed_part"

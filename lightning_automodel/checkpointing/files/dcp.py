@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_automodel.checkpointing.dcp_files import Reader, Writer
-from lightning_automodel.checkpointing.integrity import Sums
-from lightning_automodel.checkpointing.storage import Location
+from lightning_automodel.checkpointing.files.dcp_files import Reader, Writer
+from lightning_automodel.checkpointing.files.integrity import Sums
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.unread import ReadWhenUsed
 from lightning_automodel.distributed.boxes import Box
 from lightning_automodel.distributed.shards import boxes_of, copy_from_whole, local_tensor, place_among_replicas

@@ -1,0 +1,1 @@
+"""What others read without this package: models in Hugging Face's format, adapters in peft's."""

@@ -1,0 +1,1 @@
+"""In which dtypes a parallel model computes."""
