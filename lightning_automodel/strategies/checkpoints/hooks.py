@@ -34,7 +34,7 @@ from lightning_automodel.checkpointing.states import (
 )
 from lightning_automodel.distributed.uneven_shards import stored_state
 from lightning_automodel.modules.adapted_bases import names_left_out
-from lightning_automodel.strategies.checkpoints.newest import newest_beside
+from lightning_automodel.strategies.checkpoints.newest import sound_beside
 from lightning_automodel.strategies.data.positions import POSITIONS, collect_positions
 from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
 
@@ -150,8 +150,10 @@ def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer", is_kn
         try:
             verify(path)
         except ValueError as error:
-            other = newest_beside(path)
-            raise ValueError(f"{error}; the newest complete one beside it is {other}" if other else error) from error
+            other = sound_beside(path, trainer.strategy.broadcast)
+            raise ValueError(
+                f"{error}; the newest one beside it that is not damaged is {other}" if other else error
+            ) from error
     checkpoint = read_checkpoint(path, weights_only)
     if not isinstance(checkpoint, dict) or _VERSION not in checkpoint:
         raise ValueError(

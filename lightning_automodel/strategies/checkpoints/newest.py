@@ -86,23 +86,37 @@ def newest_sound(path: Location, broadcast: Callable[[Any], Any]) -> Location:
     Raises:
         ValueError: if there is none.
     """
-    damaged: list[Location] = []
     candidate = Location.of(path.resolved()) if path.is_link() else path
-    while True:
+    try:
+        verify(candidate)
+    except ValueError as error:
+        other = sound_beside(path, broadcast)
+        if other is None:
+            raise
+        warn_once(f"{str(error).partition('. Nothing')[0]}; ckpt_path='last' goes on from {other}, which is older")
+        return other
+    return candidate
+
+
+def sound_beside(path: Location, broadcast: Callable[[Any], Any]) -> Location | None:
+    """Find the newest complete checkpoint in the folder of ``path`` that is another one and not damaged. Collective.
+
+    Args:
+        path: of a checkpoint that is damaged.
+        broadcast: gives every rank what rank 0 has.
+    """
+    damaged: list[Location] = []
+    while (other := broadcast(_newest_beside(path, damaged))) is not None:
         try:
-            verify(candidate)
-            return candidate
-        except ValueError as error:
-            damaged.append(candidate)
-            other = broadcast(newest_beside(path, damaged))
-            if other is None:
-                raise
-            warn_once(f"{str(error).partition('. Nothing')[0]}; ckpt_path='last' goes on from {other}, which is older")
-            candidate = other
+            verify(other)
+        except ValueError:
+            damaged.append(other)
+        else:
+            break
+    return other
 
 
-def newest_beside(path: Location, others: Sequence[Location] = ()) -> Location | None:
-    """Find the newest complete checkpoint in the folder of ``path`` that is not ``path`` itself, by any name."""
+def _newest_beside(path: Location, others: Sequence[Location]) -> Location | None:
     known = {each.resolved() for each in (path, *others)}
     found = [(time, other) for other, time in _complete_ones(path.parent, PurePosixPath(path.name).suffix)]
     found = [(time, other) for time, other in found if not other.is_link() and other.resolved() not in known]
