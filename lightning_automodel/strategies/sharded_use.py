@@ -74,6 +74,7 @@ _INSTEAD = {
 _INSTEAD_OF_ROWS = {
     "got mixed torch.Tensor and DTensor": _BESIDE_ROWS,
     "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,
+    "an exception occurred : ('The size of tensor a": _LOADED,
 }
 
 

@@ -702,6 +702,15 @@ def test_what_meets_shards_is_told_what_to_do(pool2: Pool) -> None:
     pool2.run(meet_shards, trainer=True)
 
 
+def load_into_rows() -> None:
+    with pytest.raises(RuntimeError, match=r"^load_state_dict was given whole tensors"):
+        make_trainer(LAYOUTS["megatron3-dp2"].make(), max_epochs=1).fit(Loading(), batches(2))
+
+
+def test_whole_tensors_for_rows_are_told_where_to_go(pool2: Pool) -> None:
+    pool2.run(load_into_rows, trainer=True)
+
+
 class WritesPlanned(Noted):
     """Its feed-forward bounds a weight that tensor parallelism cuts, its head one that is whole."""
 
