@@ -1,6 +1,7 @@
 """Methods of peft beside LoRA: right where layers stay whole, an error that says what to use where they do not."""
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,34 @@ CONFIGS = {
     "encoder": peft.PromptEncoderConfig(**PROMPT),
 }
 WHOLE = {"vera", "loha", "oft", "tokens", "tokens of the head", "lokr", "adalora", "norms", "prefix"}
+_SOME: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
+MORE = {
+    "boft": peft.BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=2, **_SOME),
+    "c3a": peft.C3AConfig(block_size=8, **_SOME),
+    "delora": peft.DeloraConfig(r=2, **_SOME),
+    "dora of a table": peft.LoraConfig(r=4, use_dora=True, target_modules=["embed_tokens", "q_proj"]),
+    "fourier": peft.FourierFTConfig(n_frequency=10, **_SOME),
+    "gralora": peft.GraloraConfig(r=4, gralora_k=2, **_SOME),
+    "hra": peft.HRAConfig(r=2, **_SOME),
+    "miss": peft.MissConfig(r=4, **_SOME),
+    "randlora": peft.RandLoraConfig(r=4, **_SOME),
+    "road": peft.RoadConfig(group_size=8, **_SOME),
+    "shira": peft.ShiraConfig(r=2, random_seed=3, **_SOME),
+    "waveft": peft.WaveFTConfig(n_frequency=10, **_SOME),
+}
+"""Of which nothing is known here: layers that stay whole compute them as peft does."""
 RIGHT = {"fsdp2-dp2": WHOLE, "fsdp2-tp2": {"norms"}}
 
 
 def adapt(method: str, base: nn.Module) -> nn.Module:
     torch.manual_seed(3)
-    return peft.get_peft_model(base, CONFIGS[method])  # type: ignore[arg-type]
+    return peft.get_peft_model(base, (CONFIGS | MORE)[method])  # type: ignore[arg-type]
 
 
-def outcomes(layout: str, directory: Path) -> dict[str, float | str]:
+def outcomes(layout: str, directory: Path, methods: Iterable[str] = tuple(CONFIGS)) -> dict[str, float | str]:
     """Runs on each rank: the largest error of each method, or the message that refuses it."""
     found: dict[str, float | str] = {}
-    for method in CONFIGS:
+    for method in methods:
         try:
             found[method] = error(layout, partial(adapt, method), directory)[0]
         except ValueError as refusal:
@@ -65,6 +82,14 @@ def test_right_or_refused(layout: str, tmp_path: Path, pool2: Pool) -> None:
             else:
                 assert method in RIGHT[layout]
                 assert outcome <= BOUND, (method, outcome)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "ddp-2", "megatron3-dp2"])
+def test_methods_of_which_nothing_is_known_are_right_on_whole_layers(layout: str, tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    for found in pool2.run(outcomes, layout, tmp_path, tuple(MORE), trainer=True, timeout=300):
+        assert {method: error for method, error in found.items() if isinstance(error, str) or error > BOUND} == {}
 
 
 def dora(base: nn.Module) -> nn.Module:
