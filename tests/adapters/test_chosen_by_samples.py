@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import check_gradients
-from tests.strategies.test_parts_of_models import STEPS, WINDOW, Tasks, fitted
+from tests.strategies.users.test_own_code import check_gradients
+from tests.strategies.users.test_parts_of_models import STEPS, WINDOW, Tasks, fitted
 from tests.support.training import tiny_llama
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_parts_of_models import ListsOfExperts, Tasks, micro_batches
+from tests.strategies.users.test_parts_of_models import ListsOfExperts, Tasks, micro_batches
 from tests.support.marks import with_long
 from tests.support.training import SaveAfter, largest_difference, make_trainer, whole_parameters, world_size
 

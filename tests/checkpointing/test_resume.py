@@ -18,7 +18,7 @@ from lightning_automodel.checkpointing.files.reading import read_checkpoint
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.checkpointing.test_states import Counting
-from tests.strategies.test_habits_of_steps import Unfrozen
+from tests.strategies.users.test_habits_of_steps import Unfrozen
 from tests.support.marks import with_long
 from tests.support.training import GLOBAL_BATCH, Recorder, SaveAfter, batches, fit, make_trainer, whole_parameters
 

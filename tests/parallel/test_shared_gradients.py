@@ -21,7 +21,7 @@ from lightning_automodel.plans.torch_styles import ReplicatedWithGradAllReduce
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.plans.support import BOUND, SCHEDULE
 from tests.plans.test_partial_sums import SUMS, Composed, build
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.comparison import compare
 from tests.support.marks import with_long
 from tests.support.training import HIDDEN, batches, make_trainer, tiny_llama, whole, world_size

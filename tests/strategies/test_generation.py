@@ -13,7 +13,7 @@ from lightning_automodel import FSDP2TPStrategy, MegatronFSDPStrategy
 from lightning_automodel.modules import structure
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.parallel.test_lone_parts import tiny_bart
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.marks import with_long
 from tests.support.training import VOCABULARY, batches, make_trainer, tiny_llama, whole_parameters

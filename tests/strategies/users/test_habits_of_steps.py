@@ -16,7 +16,7 @@ from torch.nn import functional
 from lightning_automodel import DDPConfig
 from lightning_automodel.parallel.guards.gather_order import take_gathers
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import SHARDS_TAKE_MASKS, with_long
 from tests.support.training import HIDDEN, VOCABULARY, Recorder, batches, make_trainer, tiny_llama, whole_parameters

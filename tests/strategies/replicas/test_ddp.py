@@ -17,7 +17,7 @@ from lightning_automodel import DDPConfig, DDPStrategy, FSDP2TPStrategy
 from lightning_automodel._compat.torch.modules import hooks_after_accumulation
 from lightning_automodel.loading import safetensors as file_slices
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.subjects import save_families
 from tests.support.training import (
     VOCABULARY,

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_automodel.testing.pool import Pool
-from tests.strategies.test_megatron_structures import WIDTH, Body, Own, run
+from tests.strategies.megatron.test_megatron_structures import WIDTH, Body, Own, run
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import Noted
+from tests.strategies.users.test_own_code import Noted
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part

@@ -14,7 +14,7 @@ from transformers import AutoModel
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.marks import with_long
 from tests.support.training import HIDDEN, LENGTH, VOCABULARY, make_trainer, tiny_llama, whole_parameters, world_size
 

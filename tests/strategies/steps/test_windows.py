@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
-from tests.strategies.test_own_code import check_gradients
+from tests.strategies.users.test_own_code import check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from lightning_automodel import DDPConfig, DDPStrategy
 from lightning_automodel._compat.torch.modules import gradient_hooks_of
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_ddp import worst
+from tests.strategies.replicas.test_ddp import worst
 from tests.support.training import Recorder, make_trainer, whole, whole_parameters, world_size
 
 BOUND, ROWS, GLOBAL_BATCH = 0.01, 24, 4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.training import HIDDEN, VOCABULARY, batches, make_trainer
 

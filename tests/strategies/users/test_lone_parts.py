@@ -14,7 +14,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 from lightning_automodel import FSDP2Config
 from lightning_automodel.modules import structure
 from lightning_automodel.testing.pool import Nursery
-from tests.strategies.test_habits_of_steps import Steps, compare
+from tests.strategies.users.test_habits_of_steps import Steps, compare
 from tests.support.marks import with_long
 from tests.support.training import HIDDEN, VOCABULARY, tiny_llama
 

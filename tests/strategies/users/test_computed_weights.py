@@ -11,7 +11,7 @@ from torch.nn import utils
 from torch.nn.utils import parametrizations
 
 from lightning_automodel.testing.pool import Pool
-from tests.strategies.test_megatron_structures import KINDS, WIDTH, Own, run
+from tests.strategies.megatron.test_megatron_structures import KINDS, WIDTH, Own, run
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 

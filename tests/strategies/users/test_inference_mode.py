@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from lightning_automodel.parallel.fsdp2 import over_gloo
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_own_code import Noted, check_gradients
+from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.training import batches, make_trainer, tiny_llama

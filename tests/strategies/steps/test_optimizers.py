@@ -256,7 +256,7 @@ def test_norms_of_rows_are_refused(make_strategy: Any, pool2: Pool) -> None:
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:
-    text = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/optimizers.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, flags=re.M)
     words: dict[str, str] = {EXACT: "yes", ROUNDED: "yes, up to the rounding of its bfloat16"}
     expected = {name: words.get(outcome, "refused") for name, (_, _, outcome) in CASES.items()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.parallel.guards.own_memory import give_own_memory
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.strategies.test_habits_of_steps import Steps, compare
+from tests.strategies.users.test_habits_of_steps import Steps, compare
 from tests.support.training import Recorder, batches, make_trainer, tiny_llama
 
 
