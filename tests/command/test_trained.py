@@ -151,6 +151,19 @@ def test_a_split_model_says_what_a_whole_one_says(
     assert second == ""
 
 
+def test_the_likeliest_token_is_taken_where_the_model_says_beams(
+    model_dir: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """transformers streams no beams, and said so in an error of its own."""
+    expected = _expected_answer(model_dir, tokenizer, "The quick", 5)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert model.generation_config is not None
+    model.generation_config.num_beams = 3
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path)
+    assert _answers(str(tmp_path), 1, 5).strip("\n") == expected.strip("\n")
+
+
 def test_a_conversation_remembers(
     model_dir: Path,
     tokenizer: PreTrainedTokenizerBase,
