@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,16 @@ from lightning_automodel.checkpointing.hugging_face.adapters import (
     write_adapters,
 )
 from lightning_automodel.checkpointing.hugging_face.description import Description, descriptions_of
-from lightning_automodel.checkpointing.hugging_face.models import floating_dtype, parse_size, write_pretrained
-from lightning_automodel.checkpointing.names import prefix_of
-from lightning_automodel.checkpointing.states import clean_name
+from lightning_automodel.checkpointing.hugging_face.models import (
+    floating_dtype,
+    parse_size,
+    remove_adapters,
+    write_pretrained,
+)
+from lightning_automodel.checkpointing.names import prefixes_of
+from lightning_automodel.checkpointing.states import are_equal, clean_name
 from lightning_automodel.distributed.logs import log, logger
+from lightning_automodel.modules.ties import untie
 from lightning_automodel.modules.wrappers import name_without_wrappers, without_wrappers
 
 _MAPPED = 1 << 20  # bytes; larger tensors lie in files while they are collected
@@ -74,8 +81,11 @@ def export(
         _export_adapters(description, state, directory, merge, kind, max_shard_size)
     else:
         built = description.build()
-        prefix = _prefix(built, description, state, path)
+        prefix = _prefix(built, description, model, state, path)
+        _untie_unlike(built, prefix, state)
         write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
+    if merge or not description.adapters:
+        remove_adapters(directory)
     if found is not None:
         found.save_pretrained(directory)
     log(f"wrote {directory}: {description.architecture}, {_listed(directory)}")
@@ -110,7 +120,7 @@ def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite
 
 def _choose(content: Mapping[str, Any], name: str | None, config: str | None, path: Location) -> Description:
     if config is not None:
-        return Description.of_directory(Path(config))
+        return replace(Description.of_directory(Path(config)), name=name or "")
     found = descriptions_of(content)
     names = ", ".join(repr(description.name) for description in found)
     if not found:
@@ -123,19 +133,44 @@ def _choose(content: Mapping[str, Any], name: str | None, config: str | None, pa
     return chosen[0]
 
 
-def _prefix(model: PreTrainedModel, description: Description, state: Mapping[str, Any], path: Location) -> str:
+def _prefix(
+    model: PreTrainedModel, description: Description, name: str | None, state: Mapping[str, Any], path: Location
+) -> str:
     """Finds what stands before the model's names in the checkpoint."""
     needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
     prefix = f"{description.name}." if description.name else ""
     if all(prefix + name in state for name in needed):
         return prefix
-    if (found := prefix_of(needed, set(state))) is not None:
-        return found
+    if found := prefixes_of(needed, state):
+        return _only(found, name, description.architecture, path)
     missing = [name for name in needed if prefix + name not in state]
     raise ValueError(
         f"{path} lacks {len(missing)} of {len(needed)} weights of {type(model).__name__}, for example "
         f"{prefix + missing[0]}; it may be partial (adapters, or parts that were left out), or of another model"
     )
+
+
+def _only(found: list[str], name: str | None, architecture: str, path: Location) -> str:
+    """Take the one prefix that is meant: that of the model ``name``, or the only one."""
+    named = [prefix for prefix in found if name is None or f".{prefix}".endswith(f".{name}.")]
+    if len(named) == 1:
+        return named[0]
+    names = ", ".join(repr(prefix.removesuffix(".")) for prefix in found)
+    if not named:
+        raise ValueError(f"{path} holds no {architecture} {name!r}; it holds {names}")
+    raise ValueError(f"{path} holds several {architecture}, {names}; choose one with --model NAME")
+
+
+def _untie_unlike(model: PreTrainedModel, prefix: str, state: Mapping[str, Any]) -> None:
+    """Untie what is tied by the config and was trained apart, as other tools do that break ties."""
+    unlike = [
+        name
+        for name, twin in model.all_tied_weights_keys.items()
+        if {prefix + name, prefix + twin} <= state.keys() and not are_equal(state[prefix + name], state[prefix + twin])
+    ]
+    if unlike:
+        log(f"{prefix}{unlike[0]} has values of its own in the checkpoint, and is written apart: the config ties it")
+        untie(model, unlike)
 
 
 def _export_adapters(
@@ -155,7 +190,7 @@ def _export_adapters(
         warn_of_what_stays_behind(model, description, stored)  # what is as in files is in no checkpoint
         write_adapters(model, description, fetch, directory)
         return
-    base = tensors_of_base(description.source, description.build())
+    base = tensors_of_base(description.source, description.build(), dtype)
     fetch_merged = merged(model, fetch)
     with without_wrappers(model):
         write_pretrained(model, fetch_merged, directory, dtype=dtype, max_shard_size=max_shard_size)

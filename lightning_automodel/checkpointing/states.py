@@ -217,7 +217,7 @@ def _check_tie(values: Mapping[str, StoredTensor | Tensor]) -> None:
     """Check that all names of one parameter hold the same value, which is read only where it is stored twice."""
     (first, one), *others = values.items()
     for name, other in others:
-        if other is one or _are_equal(one, other):
+        if are_equal(one, other):
             continue
         raise ValueError(
             f"{first} and {name} are one parameter of the model (tied), and the checkpoint holds different values of "
@@ -226,7 +226,10 @@ def _check_tie(values: Mapping[str, StoredTensor | Tensor]) -> None:
         )
 
 
-def _are_equal(one: StoredTensor | Tensor, other: StoredTensor | Tensor) -> bool:
+def are_equal(one: StoredTensor | Tensor, other: StoredTensor | Tensor) -> bool:
+    """Tell whether two tensors, of which any may lie in a checkpoint, hold the same values; reads them if need be."""
+    if one is other:
+        return True
     if one.shape != other.shape:
         return False
     whole = [value.load() if isinstance(value, StoredTensor) else value for value in (one, other)]

@@ -53,7 +53,8 @@ class Sampling:
         """Return those of ``generate``."""
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         chosen = drawn if self.temperature else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"max_new_tokens": self.max_new_tokens, **chosen}
+        # A model's own config may say beams, whose words do not come one by one.
+        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **chosen}
 
 
 def generate(

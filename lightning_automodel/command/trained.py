@@ -6,10 +6,12 @@ A checkpoint is exported first, to a folder that goes when the command ends, by 
 """
 
 import os
+import platform
 import shutil
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import lightning as L
@@ -21,7 +23,6 @@ from lightning_automodel.checkpointing.files.folder import METADATA
 from lightning_automodel.finetuning.data import default_cache_dir
 
 _FOLDER = "LIGHTNING_AUTOMODEL_EXPORT"  # which the processes that this one starts inherit
-_RUNS = ("MASTER_PORT", "SLURM_JOB_ID")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 _SPARE = 0.8  # share of a device's memory for weights
 _WAIT = 0.2  # seconds
@@ -42,8 +43,7 @@ def opened(model: str) -> Generator[str, None, None]:
     if not is_checkpoint(Path(model)):
         yield model
         return
-    run = next((os.environ[name] for name in _RUNS if name in os.environ), str(os.getpid()))
-    folder = Path(os.environ.setdefault(_FOLDER, str(default_cache_dir() / "exports" / run)))
+    folder = Path(os.environ.setdefault(_FOLDER, str(default_cache_dir() / "exports" / _name_of_run(model))))
     first = all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS)
     try:
         if first:
@@ -55,6 +55,20 @@ def opened(model: str) -> Generator[str, None, None]:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
             del os.environ[_FOLDER]
+
+
+def _name_of_run(checkpoint: str) -> str:
+    """Name what the processes of one run on this node share, and no other run at the same time: within one job of
+    SLURM, or beside a port that is set for all, each command that one process starts is a run of its own.
+    """
+    known, digest = os.environ, sha256(os.path.abspath(checkpoint).encode()).hexdigest()[:12]
+    if "LOCAL_RANK" in known and "MASTER_PORT" in known:
+        run = known["MASTER_PORT"]
+    elif "SLURM_STEP_ID" in known and known.get("SLURM_STEP_NUM_TASKS") != "1":
+        run = f"{known.get('SLURM_JOB_ID', '')}.{known['SLURM_STEP_ID']}"
+    else:
+        run = f"process-{os.getpid()}"
+    return f"{platform.node()}-{run}-{digest}"  # the folder may be on a disk that nodes share
 
 
 def is_checkpoint(path: Path) -> bool:

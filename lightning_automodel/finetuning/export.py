@@ -18,7 +18,12 @@ from lightning_automodel.checkpointing.hugging_face.adapters import (
     write_adapters,
 )
 from lightning_automodel.checkpointing.hugging_face.description import DESCRIPTIONS, describe_models, descriptions_of
-from lightning_automodel.checkpointing.hugging_face.models import floating_dtype, parse_size, write_pretrained
+from lightning_automodel.checkpointing.hugging_face.models import (
+    floating_dtype,
+    holds_adapters,
+    parse_size,
+    write_pretrained,
+)
 from lightning_automodel.checkpointing.hugging_face.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
@@ -60,6 +65,12 @@ class HuggingFaceExport(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses a model that could not be written, before time is spent on training."""
         model = _model_of(pl_module)
+        writes_whole = self.merge or not getattr(model, "peft_config", None)
+        if writes_whole and holds_adapters(self.dirpath):
+            raise ValueError(
+                f"HuggingFaceExport(dirpath={str(self.dirpath)!r}) holds an adapter (adapter_config.json), which "
+                "from_pretrained would read instead of the model; give another directory, or remove it"
+            )
         for description in descriptions_of({DESCRIPTIONS: describe_models(pl_module)}):
             check_exportable(description)
         if not getattr(model, "peft_config", None):

@@ -88,6 +88,8 @@ class _ShardedLoading:
         """Of models that are being loaded: the names of each parameter that has several."""
         self.asked: dict[PreTrainedModel, dict[str, torch.dtype]] = {}
         """Of those models: the dtypes that ``from_pretrained`` was asked for, of parameters that are stored wider."""
+        self.unread: set[PreTrainedModel] = set()
+        """Those whose values a checkpoint brings: nothing of them is as in files."""
 
     def steps(self) -> LoadingSteps:
         """List the steps for transformers to call."""
@@ -126,6 +128,7 @@ class _ShardedLoading:
         is_quantized = getattr(model, "is_quantized", False)  # checkpoints do not say all of four-bit weights
         if self.is_restored is not None and not is_quantized and self.is_restored(model):
             reserve(model, home)
+            self.unread.add(model)
             return empty_loading_info(), None
         settings = replace(load_config, device_map={"": home})
 
@@ -153,7 +156,7 @@ class _ShardedLoading:
         loaded = set(model.state_dict()) - info.missing_and_mismatched()
         with reports_on_rank_zero():
             result = original(model, replace(load_config, device_map={"": home_of(model, self.device)}), info, *args)
-        note_files(model, loaded)
+        note_files(model, () if model in self.unread else loaded)
         ties = self.ties.pop(model, [])
         read = loaded.union(*(names for names in ties if not loaded.isdisjoint(names)))
         _round(model, self.asked.pop(model, {}), read)

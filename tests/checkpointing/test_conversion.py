@@ -219,3 +219,42 @@ def test_what_a_folder_says_of_its_model(pool2: Pool, tmp_path: Path) -> None:
     for path in (tmp_path / "epoch=0.ckpt", tmp_path / "one.ckpt"):
         [found] = read_checkpoint(Location.of(path))["hugging_face_models"]
         assert (found["name"], found["architecture"]) == ("model", "LlamaForCausalLM")
+
+
+# ---- what other tools wrote ------------------------------------------------------------------------------------------
+
+
+def written_elsewhere(tmp_path: Path, tied: bool, **models: LlamaForCausalLM) -> tuple[str, str]:
+    """A file that says of no model what it is, and a directory with the config."""
+    state = {f"{name}.{key}": value for name, model in models.items() for key, value in model.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "plain.ckpt")
+    config = tiny_llama(tied).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "config")
+    return str(tmp_path / "plain.ckpt"), str(tmp_path / "config")
+
+
+def other_llama() -> LlamaForCausalLM:
+    model = tiny_llama(tied=False)
+    torch.nn.init.ones_(model.lm_head.weight)
+    return model
+
+
+def test_one_of_several_models_is_chosen_by_name(tmp_path: Path) -> None:
+    """The name of the frozen reference is the shorter one, and it was exported."""
+    student = other_llama()
+    path, config = written_elsewhere(tmp_path, tied=False, ref=tiny_llama(tied=False), student=student)
+    with pytest.raises(ValueError, match=r"several LlamaForCausalLM, 'ref', 'student'; choose one with --model"):
+        export(path, str(tmp_path / "out"), config=config)
+    with pytest.raises(ValueError, match="holds no LlamaForCausalLM 'teacher'; it holds 'ref', 'student'"):
+        export(path, str(tmp_path / "out"), config=config, model="teacher")
+    export(path, str(tmp_path / "out"), config=config, model="student")
+    assert torch.equal(files_of(tmp_path / "out")["lm_head.weight"], student.lm_head.weight)
+
+
+def test_a_tie_that_other_tools_broke_stays_broken(tmp_path: Path) -> None:
+    path, config = written_elsewhere(tmp_path, tied=True, model=other_llama())
+    export(path, str(tmp_path / "out"), config=config)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, other_llama().get_parameter(name)) for name, p in loaded.named_parameters())
+    assert len(dict(loaded.named_parameters())) == len(dict(other_llama().named_parameters()))

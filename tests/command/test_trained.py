@@ -86,6 +86,33 @@ def test_all_processes_of_a_node_fail_as_the_first(tmp_path: Path, monkeypatch: 
     assert said[0] == said[1] != ""
 
 
+def test_commands_at_the_same_time_do_not_share_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in one job of SLURM, or with one port set for all, wrote into one folder and read what the other had left."""
+    for name in ("LOCAL_RANK", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    process = trained.os.getpid()
+
+    def names(checkpoint: str, **variables: str) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            found = []
+            for number in (process, process + 1):
+                patch.setattr(trained.os, "getpid", lambda number=number: number)
+                found.append(trained._name_of_run(checkpoint))
+        return found
+
+    alone, interactive = names("a"), names("a", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="1")
+    assert alone[0] != alone[1]
+    assert interactive[0] != interactive[1]
+    steps = [names("a", SLURM_STEP_ID=step, SLURM_STEP_NUM_TASKS="2") for step in "01"]
+    elastic = [names(checkpoint, LOCAL_RANK="1") for checkpoint in "ab"]
+    assert all(one == other for one, other in (*steps, *elastic))
+    assert len({*alone, *(one for one, _ in (*steps, *elastic))}) == 6
+
+
 def test_an_export_that_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "1.ckpt").write_bytes(b"nothing")
     monkeypatch.setenv(trained._FOLDER, str(tmp_path / "export"))
@@ -122,6 +149,19 @@ def test_a_split_model_says_what_a_whole_one_says(
     first, second = pool2.run(_answers, str(model_dir), 2, 12, trainer=True)
     assert first.strip("\n") == expected.strip("\n")
     assert second == ""
+
+
+def test_the_likeliest_token_is_taken_where_the_model_says_beams(
+    model_dir: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """transformers streams no beams, and said so in an error of its own."""
+    expected = _expected_answer(model_dir, tokenizer, "The quick", 5)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert model.generation_config is not None
+    model.generation_config.num_beams = 3
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path)
+    assert _answers(str(tmp_path), 1, 5).strip("\n") == expected.strip("\n")
 
 
 def test_a_conversation_remembers(

@@ -20,7 +20,8 @@ from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.hugging_face.description import Description
-from lightning_automodel.checkpointing.hugging_face.models import INDEX, Fetch
+from lightning_automodel.checkpointing.hugging_face.models import INDEX, Fetch, floating_dtype
+from lightning_automodel.modules.structure import is_kept_in_float32
 from lightning_automodel.modules.ties import say_untied
 from lightning_automodel.modules.wrappers import adapters_of, is_wrapper, name_without_wrappers, unwrapped
 
@@ -250,14 +251,34 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
 
 
-def tensors_of_base(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+def tensors_of_base(source: str, model: PreTrainedModel, dtype: torch.dtype | None = None) -> Callable[[str], Tensor]:
     """Read tensors of the directory or hub name that a base was loaded from, by names of ``model`` (no adapters).
 
     One at a time where the files have the same names; else (experts that the model fuses) the model is read as a whole.
+    They come as the run had them, which need not store what it read in the dtype of the files.
+
+    Args:
+        source: directory, or name on the hub.
+        model: as its config describes it, with the dtype of the run.
+        dtype: what will be written; what is merged is rounded to it at the end only.
 
     Raises:
         ValueError: if there is no such directory any more.
     """
+    read = _reader_of_base(source, model)
+    of_run = None if model.config.dtype is None else floating_dtype(str(model.config.dtype))
+    wide = of_run if of_run is None or dtype is None else torch.promote_types(of_run, dtype)
+
+    def read_as_run(name: str) -> Tensor:
+        tensor = read(name)
+        if of_run is None or not tensor.is_floating_point() or is_kept_in_float32(model, name, of_run):
+            return tensor
+        return tensor.to(of_run).to(wide)
+
+    return read_as_run
+
+
+def _reader_of_base(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
     files = _files_by_name(Path(source))
     files |= {name: files[twin] for name, twin in model.all_tied_weights_keys.items() if twin in files}
     if files and all(name in files for name in model.state_dict() if name not in model.all_tied_weights_keys):

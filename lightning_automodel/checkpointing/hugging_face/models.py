@@ -31,6 +31,8 @@ from lightning_automodel.modules.structure import (
 from lightning_automodel.modules.ties import untied_names
 
 INDEX = "model.safetensors.index.json"
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""For which ``from_pretrained`` looks first: it reads the base that these name, and not the model beside them."""
 Fetch = Callable[[str], Tensor | None]
 
 
@@ -50,6 +52,17 @@ def parse_size(size: int | str) -> int:
     if result <= 0:
         raise ValueError(f"max_shard_size={size!r} is not a size; give for example 2GB or 500MB")
     return result
+
+
+def remove_adapters(directory: Path) -> None:
+    """Remove the files of an adapter, in whose place a whole model is written."""
+    for name in _OF_ADAPTERS:
+        (directory / name).unlink(missing_ok=True)
+
+
+def holds_adapters(directory: Path) -> bool:
+    """Tell whether ``from_pretrained`` would find an adapter in ``directory``."""
+    return (directory / _OF_ADAPTERS[0]).is_file()
 
 
 def floating_dtype(name: str) -> torch.dtype:

@@ -24,7 +24,7 @@ from lightning_automodel.checkpointing.files.folder import GRADIENTS
 from lightning_automodel.checkpointing.files.staging import remove_checkpoint
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.hugging_face.description import DESCRIPTIONS, describe_models
-from lightning_automodel.checkpointing.names import prefix_of, stored_names
+from lightning_automodel.checkpointing.names import holds_model
 from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
@@ -228,7 +228,7 @@ class SavingStrategy(OnMesh):
         if path is None or not self._module.strict_loading:
             return False
         needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
-        return prefix_of(needed, stored_names(Location.of(path))) is not None
+        return holds_model(Location.of(path), needed)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,0 +1,109 @@
+"""A merged model is what trained: in the digits of the run, and alone in its directory."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightning_automodel.checkpointing.conversion import export
+from lightning_automodel.finetuning import HuggingFaceExport
+from tests.support.training import VOCABULARY, Recorder, batches, make_trainer, tiny_llama
+
+IDS = torch.arange(VOCABULARY)[None]
+
+
+class Adapted(Recorder):
+    """Trains an adapter that is not zero at the start."""
+
+    def __init__(self, base: Path, seed: int = 0) -> None:
+        super().__init__()
+        self.base, self.seed = base, seed
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.get_default_dtype())
+            torch.manual_seed(self.seed)
+            self.model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+def trained(base: Path, path: Path, seed: int = 0, **arguments: Any) -> Tensor:
+    """Logits of a model of which the checkpoint ``path`` is left."""
+    module = Adapted(base, seed)
+    trainer: L.Trainer = make_trainer({}, max_steps=1, **arguments)
+    trainer.fit(module, batches(1))
+    trainer.save_checkpoint(path)
+    with torch.no_grad():
+        return module.model.eval()(IDS).logits
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Files in bfloat16."""
+    tiny_llama(tied=False).bfloat16().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def logits_of(directory: Path) -> Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(directory)(IDS).logits
+
+
+def test_adapters_are_added_in_the_digits_of_the_run(base: Path, tmp_path: Path) -> None:
+    """They were added in those of the base's files, and the sum was rounded to 8 bits: 1e-3 of the logits."""
+    expected = trained(base, tmp_path / "1.ckpt")
+    for dtype in (None, "float32"):
+        export(str(tmp_path / "1.ckpt"), str(tmp_path / f"{dtype}"), merge=True, dtype=dtype)
+        found = logits_of(tmp_path / f"{dtype}")
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    export(str(tmp_path / "1.ckpt"), str(tmp_path / "half"), merge=True, dtype="bfloat16")
+    assert logits_of(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_a_merged_model_takes_the_place_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    """from_pretrained looks for an adapter first, and read the one that was there before, and the base below it."""
+    trained(base, tmp_path / "1.ckpt")
+    export(str(tmp_path / "1.ckpt"), str(tmp_path / "out"))
+    expected = trained(base, tmp_path / "2.ckpt", seed=1)
+    export(str(tmp_path / "2.ckpt"), str(tmp_path / "out"), merge=True, overwrite=True)
+    torch.testing.assert_close(logits_of(tmp_path / "out"), expected, rtol=0, atol=2e-6)
+    export(str(tmp_path / "1.ckpt"), str(tmp_path / "out"), overwrite=True)
+    with pytest.raises(ValueError, match=r"holds an adapter .* which from_pretrained would read instead"):
+        trained(base, tmp_path / "3.ckpt", callbacks=[HuggingFaceExport(str(tmp_path / "out"), merge=True)])
+
+
+# ---- a reference beside it -------------------------------------------------------------------------------------------
+
+
+class Preferring(Adapted):
+    """Has a reference whose weights have the names of the frozen base, which no checkpoint holds."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.model = get_peft_model(self.model.unload(), LoraConfig(target_modules="all-linear"))
+            self.reference = AutoModelForCausalLM.from_pretrained(self.base).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        gap = self.model(input_ids=batch[0], labels=batch[0]).loss - self.reference(batch[0], labels=batch[0]).loss
+        self.losses.append(float(gap))
+        return gap
+
+
+def test_a_base_is_not_taken_for_the_reference_beside_it(base: Path, tmp_path: Path) -> None:
+    """On resume its weights were not read, as if those of the reference were its own, and were what memory held."""
+    module, resumed = Preferring(base), Preferring(base)
+    make_trainer({}, max_steps=1).fit(module, batches(1))
+    module.trainer.save_checkpoint(tmp_path / "1.ckpt")
+    make_trainer({}, max_steps=2).fit(resumed, batches(1), ckpt_path=tmp_path / "1.ckpt")
+    whole = Preferring(base)
+    make_trainer({}, max_steps=2).fit(whole, batches(1))
+    assert module.losses + resumed.losses == whole.losses
