@@ -225,7 +225,7 @@ def main(args: Sequence[str] | None = None) -> None:
             AutomodelCLI(args)
     except MisconfigurationException as error:
         _end(squeezed(str(error)))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         if not (_is_ours(error) or _is_of(error, "lightning.pytorch.")):  # theirs are about settings, too
             raise
         _end(squeezed(str(error)) if not _is_ours(error) else str(error))

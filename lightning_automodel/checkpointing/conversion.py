@@ -111,7 +111,10 @@ def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite
         content["optimizer_states"] = [_numbered(state) for state in content.get("optimizer_states", [])]
         if not content["optimizer_states"]:
             del content["optimizer_states"]
-        TorchCheckpointIO().save_checkpoint(_loaded(content, Path(directory), tensors), str(target))
+        try:
+            TorchCheckpointIO().save_checkpoint(_loaded(content, Path(directory), tensors), str(target))
+        except (OSError, RuntimeError) as error:
+            raise OSError(f"{target} could not be written: {error}") from error
     log(f"wrote {target}: {target.size() / 1e6:,.1f} MB")
 
 
@@ -246,7 +249,7 @@ def _loaded(tree: Any, directory: Path, known: dict[StoredTensor, Tensor]) -> An
         size = tensor.numel() * tensor.element_size()
         if size > _MAPPED:
             path = directory / str(len(known))
-            mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-            tensor = mapped.view(tensor.shape).copy_(tensor)
+            tensor.contiguous().flatten().view(torch.uint8).numpy().tofile(path)  # a full disk is an error here
+            tensor = torch.from_file(str(path), size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         known[tree] = tensor
     return known[tree]

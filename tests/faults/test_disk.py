@@ -13,11 +13,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_automodel.cli import main
 from lightning_automodel.strategies.checkpoints.plain_files import StagedCheckpointIO
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.faults.chains import STEPS, Story, train
 from tests.support.marks import with_long
-from tests.support.training import make_trainer
+from tests.support.training import Recorder, batches, make_trainer
 
 BALLAST = "ballast"
 
@@ -100,6 +101,34 @@ def test_the_checkpoint_before_is_there(pool2: Pool, tmp_path: Path, disk: Path,
     assert after.ended
     assert set(before.losses) | set(after.losses) == set(range(STEPS))
     assert not list(disk.glob(".incomplete/*"))
+
+
+class Wide(Recorder):
+    """Has a table that is larger than what ``consolidate`` collects in memory."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.resize_token_embeddings(20_000)
+
+
+def save_wide(path: Path) -> None:
+    """Runs on one rank."""
+    trainer = make_trainer({}, max_steps=1)
+    trainer.fit(Wide(), batches(1))
+    trainer.save_checkpoint(path)
+
+
+def test_what_a_full_disk_does_not_take_is_named(
+    nursery: Nursery, tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "wide.ckpt"
+    Pool(nursery, 1).run(save_wide, checkpoint, trainer=True)
+    fill(disk)
+    for words, file in ((["export"], "export"), (["consolidate"], "one.ckpt")):
+        with pytest.raises(SystemExit):
+            main([*words, str(checkpoint), str(disk / file)])
+        assert re.search(rf"error: {disk / file}.* could not be written: ", capsys.readouterr().err)
+        assert [path for path in disk.rglob("*") if path.is_file()] == [disk / BALLAST]
 
 
 def test_files_are_staged_under_wrappers_too() -> None:

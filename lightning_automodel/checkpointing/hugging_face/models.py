@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -192,7 +193,12 @@ class _Shards:
             (self.directory / self.index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
-        save_file(self.waiting, self._part(len(self.written)), metadata={"format": "pt"})
+        file = self._part(len(self.written))
+        try:
+            save_file(self.waiting, file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            file.unlink(missing_ok=True)
+            raise OSError(f"{file} could not be written: {error}; what the directory held before is there") from error
         self.written.append(list(self.waiting))
         self.waiting = {}
 
