@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_automodel._compat.torch.groups import all_to_all_in_graph
 from lightning_automodel.distributed.sequence_rows import Rows
 
 _Move = Callable[[Tensor, Rows], Tensor]
@@ -23,12 +24,21 @@ _Move = Callable[[Tensor, Rows], Tensor]
 
 def rows_to_heads(x: Tensor, rows: Rows) -> Tensor:
     """Exchange [batch, heads, rows, dim] for [batch, heads / ranks, seq, dim]; the gradient goes the other way."""
-    return _Exchange.apply(x, rows, _to_heads, _to_rows)
+    return _exchanged(x, rows, _to_heads, _to_rows)
 
 
 def heads_to_rows(x: Tensor, rows: Rows) -> Tensor:
     """Exchange [batch, heads / ranks, seq, dim] for [batch, heads, rows, dim]; the gradient goes the other way."""
-    return _Exchange.apply(x, rows, _to_rows, _to_heads)
+    return _exchanged(x, rows, _to_rows, _to_heads)
+
+
+def _exchanged(x: Tensor, rows: Rows, there: _Move, back: _Move) -> Tensor:
+    """Move ``x`` there, and its gradient back.
+
+    In a graph autograd follows the parts by itself: in one for all lengths a function of ours cannot keep edges of
+    ``rows`` that only its backward pass reads.
+    """
+    return there(x, rows) if torch.compiler.is_compiling() else _Exchange.apply(x, rows, there, back)
 
 
 def _to_heads(x: Tensor, rows: Rows) -> Tensor:
@@ -49,8 +59,12 @@ def _all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], group: Proce
     """Send ``parts[i]`` to rank ``i``, and return what each rank has sent, of the given ``shapes``. One collective."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
-    out = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=group)
+    sent = [part.numel() for part in parts]
+    if torch.compiler.is_compiling():
+        out = all_to_all_in_graph(flat, sizes, sent, group)
+    else:
+        out = flat.new_empty(sum(sizes))
+        dist.all_to_all_single(out, flat, sizes, sent, group=group)
     return [piece.view(shape) for piece, shape in zip(out.split(sizes), shapes, strict=True)]
 
 

@@ -102,13 +102,10 @@ class Rows:
 
     def restore(self, parts: list[Tensor], dim: int) -> Tensor:
         """Join what the ranks hold, filled up or not, in the order of the sequence."""
-        pieces: list[tuple[int, Tensor]] = []
-        for part, chunks in zip(parts, self.chunks, strict=True):
-            at = 0
-            for start, stop in chunks:
-                pieces.append((start, part.narrow(dim, at, stop - start)))
-                at += stop - start
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])], dim)
+        pieces = [_split(part, dim, chunks) for part, chunks in zip(parts, self.chunks, strict=True)]
+        # The order of chunk_bounds, not sorted: in a graph for all lengths, edges are no numbers that can be compared.
+        front, back = [own[0] for own in pieces], [own[1] for own in reversed(pieces) if len(own) > 1]
+        return torch.cat(front + back, dim)
 
     def cut_for(self, whole: Tensor, dim: int, rank: int) -> Tensor:
         """Take the rows of ``rank``, in the same way."""
@@ -151,6 +148,15 @@ def sum_rows(x: Tensor, dim: int, rows: Rows) -> Tensor:
     out = parts.new_empty([max(rows.counts), *parts.shape[1:]])
     reduce_scatter(out, parts, group=rows.group)
     return out[: rows.count].movedim(0, dim).contiguous()
+
+
+def _split(part: Tensor, dim: int, chunks: tuple[Bounds, ...]) -> list[Tensor]:
+    """Split what a rank holds, filled up or not, into its chunks."""
+    pieces, at = [], 0
+    for start, stop in chunks:
+        pieces.append(part.narrow(dim, at, stop - start))
+        at += stop - start
+    return pieces
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:

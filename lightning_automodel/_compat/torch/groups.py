@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distributed_c10d
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
@@ -14,6 +16,11 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Likewise."""
+
+
+def all_to_all_in_graph(flat: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
+    """Exchange elements with a gradient, in compiled graphs. torch has this ``all_to_all_single`` in private only."""
+    return wait_tensor(all_to_all_single_autograd(flat, received, sent, group))
 
 
 def open_store(prefix: str) -> Store | None:

@@ -72,8 +72,7 @@ def _attend_by_chunks(call: AttentionCall, query: Tensor, key: Tensor, value: Te
         first, last = (0, call.rows.length) if call.bounds is None else call.bounds[index]
         mask = call.mask
         if call.causal:
-            with without_modes():  # what watches operations gives torch a tensor that it cannot make a bias of
-                last, mask = stop, causal_lower_right(stop - start, stop)  # on CUDA flash attention, which has no mask
+            last, mask = stop, _causal_mask(call, stop - start, stop, query.device)
         elif mask is not None:
             mask = mask[:, :, own if mask.shape[2] > 1 else slice(None), first:last]
         kwargs = call.kwargs if mask is not None else {**call.kwargs, "is_causal": False}
@@ -82,3 +81,15 @@ def _attend_by_chunks(call: AttentionCall, query: Tensor, key: Tensor, value: Te
         output, _ = call.function(call.module, *parts, mask, *call.args, **kwargs)
         outputs.append(output)
     return torch.cat(outputs, 1)
+
+
+def _causal_mask(call: AttentionCall, rows: int, keys: int, device: torch.device) -> Tensor:
+    """Lets each of the last ``rows`` of ``keys`` see the keys up to its own.
+
+    On CUDA what torch makes for it is flash attention, which has no mask. It breaks a graph, and a compiled block with
+    activation checkpointing (which has no ``again``) has to be one.
+    """
+    if call.again is None and torch.compiler.is_compiling():
+        return torch.ones(1, 1, rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
+    with without_modes():  # what watches operations gives torch a tensor that it cannot make a bias of
+        return causal_lower_right(rows, keys)

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import warnings
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallel.draws.passes import draw_from, random_numbers_of
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
-from tests.support.comparison import Schedule, compare
+from tests.support.comparison import Batch, Schedule, batches, compare
 from tests.support.families import tiny_config, tiny_model
+from tests.support.marks import with_long
 from tests.support.training import whole
 
 
@@ -142,6 +145,25 @@ def compiled_error(exchange: str) -> tuple[float, str]:
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_compiled_blocks(exchange: str, pool2: Pool) -> None:
     for error, name in pool2.run(compiled_error, exchange, timeout=240):
+        assert error < 5e-5, name
+
+
+def of_lengths(schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
+    return batches(replace(schedule, length=(12, 14)[step]), step, data_rank)
+
+
+def error_of_one_graph(exchange: str) -> tuple[float, str]:
+    """Runs on each rank: blocks that are checkpointed are one graph, and the second length makes it one for all."""
+    config = FSDP2Config(
+        enable_compile=True, compile_backend="aot_eager", activation_checkpointing=True, cp_exchange=exchange
+    )
+    build = partial(tiny_model, "llama", "sdpa", num_hidden_layers=1)
+    return compare(build, {"cp": 2}, 2, Schedule(steps=2, micro_batches=1), config, draw=of_lengths).largest
+
+
+@pytest.mark.parametrize("exchange", with_long(["gather", "all_to_all"], "all_to_all"))
+def test_compiled_and_recomputed_blocks(exchange: str, pool2: Pool) -> None:
+    for error, name in pool2.run(error_of_one_graph, exchange, timeout=120):
         assert error < 5e-5, name
 
 
