@@ -65,9 +65,10 @@ _INSTEAD = {
     "aten.index_put_.default: in-place operations that require placement changes": _BY_INDICES,
     "aten.index_put_.default does not have a sharding strategy registered": _BY_INDICES,  # torch 2.11
     "out of bounds for storage of size 0": (
-        "the backward pass needs parameters that were freed, because the forward pass of their module returned no "
+        "the backward pass needs parameters that were freed. Either the forward pass of their module returned no "
         "tensor that requires a gradient; return from it all that the loss reads, in the place of keeping it on the "
-        "module"
+        "module. Or the loss reads a parameter itself behind that pass (probabilities @ embedding.weight); take its "
+        "full_tensor() before the model is called, or call the layer"
     ),
 }
 
