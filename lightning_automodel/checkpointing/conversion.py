@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from lightning_automodel.checkpointing.files.dcp import StoredTensor
 from lightning_automodel.checkpointing.files.reading import read_sound
@@ -57,7 +58,8 @@ def export(
         checkpoint: folder, file or URL, of any strategy and layout.
         output: directory; made if it does not exist.
         model: name of the model in the LightningModule, where it holds several.
-        tokenizer: directory or hub name; by default where the model was loaded from.
+        tokenizer: directory or hub name, of the processor of a model that reads more than text; by default where the
+            model was loaded from.
         config: directory with the model's config.json, for checkpoints that other tools wrote.
         dtype: of the weights, for example bfloat16; by default as in the checkpoint.
         max_shard_size: of a file, and what is in memory at most (unless one block is larger).
@@ -204,10 +206,16 @@ def _whole(value: StoredTensor | Tensor) -> Tensor:
 
 
 def _read_tokenizer(source: str, is_wanted: bool) -> Any:
-    """Read the tokenizer before anything is written; ``None`` with a warning where it was not asked for by name."""
+    """Read the tokenizer, or the processor of a model that reads more than text; before anything is written.
+
+    Returns:
+        ``None`` with a warning where there is none, and it was not asked for by name.
+    """
     try:
         if not source:
             raise ValueError("the checkpoint does not say where the model came from")
+        with suppress(OSError, ValueError, ImportError):  # for images, the packages that read them
+            return AutoProcessor.from_pretrained(source)
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         if is_wanted:

@@ -11,10 +11,11 @@ from transformers import AutoProcessor
 
 from examples.vision import make_model, make_pictures
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
+from lightning_automodel.cli import main
 from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM
 from lightning_automodel.finetuning.image_text import ChatCollator
 from lightning_automodel.finetuning.sources import ChatRecord
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
 from tests.support.training import make_trainer, whole_parameters, world_size
 
@@ -88,6 +89,22 @@ def test_two_processes_train_as_one_does(folder: Path, pool2: Pool, tp: int) -> 
     (found, _) = pool2.run(_fit, str(folder), tp, trainer=True)
     for one, other in zip(found, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _save(folder: str, path: Path) -> None:
+    module = ImageTextLM(f"{folder}/model", lr_scheduler=None)
+    trainer = make_trainer(FSDP2TPStrategy(config=FSDP2Config(backend="gloo")), max_steps=1)
+    trainer.fit(module, _data(Path(folder)))
+    trainer.save_checkpoint(path)
+
+
+def test_an_export_holds_the_processor(folder: Path, tmp_path: Path, nursery: Nursery) -> None:
+    Pool(nursery, 1).run(_save, str(folder), tmp_path / "one.ckpt", trainer=True)
+    main(["export", str(tmp_path / "one.ckpt"), str(tmp_path / "export")])
+    found, own = (AutoProcessor.from_pretrained(path) for path in (tmp_path / "export", folder / "model"))
+    assert type(found) is type(own)
+    assert found.image_processor.size == own.image_processor.size
+    assert found.tokenizer.get_vocab() == own.tokenizer.get_vocab()
 
 
 def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
