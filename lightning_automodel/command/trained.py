@@ -20,6 +20,7 @@ import torch
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.checkpointing.conversion import export
 from lightning_automodel.checkpointing.files.folder import METADATA
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.finetuning.data import default_cache_dir
 
 _FOLDER = "LIGHTNING_AUTOMODEL_EXPORT"  # which the processes that this one starts inherit
@@ -35,12 +36,12 @@ def opened(model: str) -> Generator[str, None, None]:
     """Gives a directory or name that ``from_pretrained`` reads, within this context.
 
     Args:
-        model: that, or a checkpoint.
+        model: that, or a checkpoint: a path, or a URL.
 
     Raises:
         ValueError: if it is a checkpoint that cannot be exported, on all processes of the node.
     """
-    if not is_checkpoint(Path(model)):
+    if not _is_checkpoint(Location.of(model)):
         yield model
         return
     folder = Path(os.environ.setdefault(_FOLDER, str(default_cache_dir() / "exports" / _name_of_run(model))))
@@ -71,7 +72,7 @@ def _name_of_run(checkpoint: str) -> str:
     return f"{platform.node()}-{run}-{digest}"  # the folder may be on a disk that nodes share
 
 
-def is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Location) -> bool:
     """Tell whether a checkpoint of ours or of Lightning lies at ``path``."""
     return (path / METADATA).is_file() or path.is_file()
 

@@ -74,6 +74,13 @@ def test_a_checkpoint_and_its_export_are_judged_alike(
     assert found[0]["loss"] == pytest.approx(sum(losses) / sum(targets), rel=1e-5)
 
 
+def test_a_checkpoint_behind_a_url_is_one(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with opened(checkpoint.as_uri()) as directory:
+        assert AutoModelForCausalLM.from_pretrained(directory).num_parameters() > 0
+    assert not Path(directory).exists()
+
+
 def test_all_processes_of_a_node_fail_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no.ckpt").write_bytes(b"nothing")
     said = []
