@@ -9,20 +9,26 @@ from lightning_automodel.checkpointing.hugging_face.description import descripti
 from lightning_automodel.checkpointing.states import clean_name
 
 
-def holds_model(path: Location, needed: Iterable[str]) -> bool:
-    """Tell whether a checkpoint surely holds a model with the weights ``needed``; not if it cannot be read, which
-    loading it will say.
+def held_models(path: Location, needed: Iterable[str]) -> list[str]:
+    """Find what stands before the names of each model in a checkpoint that surely has the weights ``needed``; none if
+    it cannot be read, which loading it will say.
 
-    Beside a model with adapters that is not sure: its frozen base is left out, and another model (the reference of
-    DPO) has weights of the same names.
+    Where another model was left out that is not sure, since it may have weights of the same names: of a model with
+    adapters its frozen base, and of any (the reference of DPO) what the module's own hooks take out.
     """
     try:
         checkpoint = read_checkpoint(path)
         stored = {clean_name(name) for name in checkpoint["state_dict"]}
     except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError):
-        return False
-    has_adapters = any(description.adapters for description in descriptions_of(checkpoint))
-    return not has_adapters and bool(prefixes_of(needed, stored))
+        return []
+    if any(description.adapters or _lacks(stored, description.name) for description in descriptions_of(checkpoint)):
+        return []
+    return prefixes_of(needed, stored)
+
+
+def _lacks(stored: Iterable[str], model: str) -> bool:
+    start = clean_name(f"{model}.") if model else ""
+    return not any(name.startswith(start) for name in stored)
 
 
 def prefixes_of(needed: Iterable[str], stored: Collection[str]) -> list[str]:

@@ -34,6 +34,7 @@ from lightning_automodel.checkpointing.states import (
 )
 from lightning_automodel.distributed.uneven_shards import stored_state
 from lightning_automodel.modules.adapted_bases import names_left_out
+from lightning_automodel.strategies.checkpoints.awaited import AwaitedModels
 from lightning_automodel.strategies.checkpoints.newest import sound_beside
 from lightning_automodel.strategies.data.positions import POSITIONS, collect_positions
 from lightning_automodel.strategies.random_state import RANDOM_STATES, collect_random_states
@@ -46,10 +47,12 @@ class Restoration:
 
     Attributes:
         path: of the checkpoint, for messages.
+        awaited: models that have no weights before.
     """
 
     def __init__(self) -> None:
         self.path: Location | None = None
+        self.awaited = AwaitedModels()
         self._waiting: Callable[[], None] | None = None
         self._is_set_up = False
 
@@ -57,6 +60,7 @@ class Restoration:
         """Forgets the restoration of an earlier run of the trainer."""
         self._waiting = None
         self._is_set_up = False
+        self.awaited = AwaitedModels()
 
     def when_set_up(self, restore: Callable[[], None]) -> None:
         """Calls ``restore`` at the end of ``setup``, or now if that has been."""
@@ -76,6 +80,7 @@ class Restoration:
             return
         try:
             restore()
+            self.awaited.check()
         except ValueError as error:
             raise ValueError(f"{self.path} cannot be loaded: {error}") from error
 

@@ -24,7 +24,7 @@ from lightning_automodel.checkpointing.files.folder import GRADIENTS
 from lightning_automodel.checkpointing.files.staging import remove_checkpoint
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.hugging_face.description import DESCRIPTIONS, describe_models
-from lightning_automodel.checkpointing.names import holds_model
+from lightning_automodel.checkpointing.names import held_models
 from lightning_automodel.checkpointing.states import clean_name, restore_model
 from lightning_automodel.distributed.barrier import meet
 from lightning_automodel.distributed.logs import logger
@@ -228,7 +228,7 @@ class SavingStrategy(OnMesh):
         if path is None or not self._module.strict_loading:
             return False
         needed = [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
-        return holds_model(Location.of(path), needed)
+        return self._restoration.awaited.take_place(model, held_models(Location.of(path), needed))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -237,6 +237,7 @@ class SavingStrategy(OnMesh):
         def read(part: nn.Module, source: Mapping[str, Any], strict: bool) -> None:
             left_out, held = names_left_out_of(part, module), {clean_name(name) for name in source}
             restore_model(part, source, strict, left_out)
+            self._restoration.awaited.note(part, source)
             forget_files_below(part, [name for name in left_out if clean_name(name) in held])
 
         def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
