@@ -12,11 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_automodel.checkpointing.conversion import export
-from lightning_automodel.checkpointing.files.storage import Location
-from lightning_automodel.checkpointing.names import stored_names
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_changed_base import whole_of
 from tests.adapters.test_configure_model import Adapted, lora
+from tests.support.adapted import stored_names
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.training import VOCABULARY, SaveAfter, batches, make_trainer, rows, tiny_llama
@@ -99,7 +98,7 @@ def run(layout: str, change: Change, directory: Path) -> dict[str, Any]:
     trainer.save_checkpoint(directory / f"{change.__name__}.last.ckpt")
     with torch.no_grad():
         logits = unbroken.model.eval()(input_ids=rows(2)).logits
-    held = {name for name in stored_names(Location.of(path)) if "lora_" not in name}
+    held = {name for name in stored_names(path) if "lora_" not in name}
     return {"held": held, "unbroken": whole_of(unbroken), "resumed": whole_of(resumed), "logits": logits}
 
 

@@ -9,10 +9,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_automodel.checkpointing.files.storage import Location
-from lightning_automodel.checkpointing.names import stored_names
 from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import Adapted, lora
+from tests.support.adapted import stored_names
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
@@ -76,7 +75,7 @@ def unbroken_and_resumed(
     fit(kind(directory / "base"), second, 3, paths[0]).save_checkpoint(paths[1])
     resumed = kind(directory / "base")
     fit(resumed, first, STEPS, paths[1])
-    return whole_of(unbroken), whole_of(resumed), [stored_names(Location.of(p)) for p in paths]
+    return whole_of(unbroken), whole_of(resumed), [stored_names(p) for p in paths]
 
 
 WAYS = [("fsdp2-dp2", "ddp-2"), ("fsdp2-tp2", "fsdp2-tp2"), ("ddp-2", "fsdp2-dp2"), ("megatron3-dp2", "fsdp2-dp2")]
@@ -100,7 +99,7 @@ def test_a_base_that_changes_is_saved(kind: type[Adapted], way: tuple[str, str],
 
 def names_of_unchanged(directory: Path) -> set[str]:
     fit(Merging(directory / "base", None), "fsdp2-dp2", 2).save_checkpoint(directory / "unchanged.ckpt")
-    return stored_names(Location.of(directory / "unchanged.ckpt"))
+    return stored_names(directory / "unchanged.ckpt")
 
 
 def test_a_base_that_stays_is_not(tmp_path: Path, pool2: Pool) -> None:

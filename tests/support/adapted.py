@@ -1,5 +1,6 @@
 """Tiny models with adapters of peft, whose values are drawn anew so that no factor is zero."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,6 +8,9 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
+from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.parallelizer import parallelize
 from tests.support.comparison import Schedule, compare
@@ -68,3 +72,8 @@ def adapter_error(
     world = torch.distributed.get_world_size()
     build = lambda: adapted(family, method, **changes)  # noqa: E731
     return compare(build, sizes, world, schedule, config, make_parallel).largest
+
+
+def stored_names(path: Path) -> set[str]:
+    """Names of weights that a checkpoint holds."""
+    return {clean_name(name) for name in read_checkpoint(Location.of(path))["state_dict"]}
