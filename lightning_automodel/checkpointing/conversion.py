@@ -116,7 +116,7 @@ def consolidate(checkpoint: str, file: str, weights_only: bool = True, overwrite
         try:
             TorchCheckpointIO().save_checkpoint(_loaded(content, Path(directory), tensors), str(target))
         except (OSError, RuntimeError) as error:
-            raise OSError(f"{target} could not be written: {error}") from error
+            raise OSError(f"{target} could not be written from {path}: {error}") from error
     log(f"wrote {target}: {target.size() / 1e6:,.1f} MB")
 
 
