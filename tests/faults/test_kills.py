@@ -5,13 +5,16 @@
 
 import os
 import random
+import re
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_automodel.strategies.checkpoints.newest import find_last
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
@@ -104,6 +107,23 @@ def test_last_is_the_newest_that_is_complete(tmp_path: Path) -> None:
     assert find_last(trainer, str(tmp_path / "last.ckpt")) == str(tmp_path / "last.ckpt")
     trainer = make_trainer({}, callbacks=[ModelCheckpoint(tmp_path / "new", save_last=True)], enable_checkpointing=True)
     assert find_last(trainer, None) is None
+
+
+@pytest.mark.parametrize("dirpath", ["stays", None])
+def test_last_without_a_last_one_tells_of_earlier_runs(tmp_path: Path, dirpath: str | None) -> None:
+    """Loggers name a new folder for each run, and ``save_last`` is off unless it is asked for."""
+    earlier = tmp_path / (dirpath or "lightning_logs/version_3/checkpoints") / "step=2.ckpt"
+    saver = ModelCheckpoint(dirpath and tmp_path / dirpath)
+    trainer = make_trainer({}, callbacks=[saver], enable_checkpointing=True, logger=CSVLogger(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_last(trainer, None) is None
+    earlier.mkdir(parents=True)
+    (earlier / "meta.pt").touch()
+    with pytest.warns(
+        UserWarning, match="training begins anew; the newest of earlier runs is " + re.escape(f"{earlier}.")
+    ):
+        assert find_last(trainer, None) is None
 
 
 def reference(pool: Pool, arguments: dict[str, Any], directory: Path) -> Story:

@@ -37,10 +37,33 @@ def find_last(trainer: "pl.Trainer", found: str | Path | None) -> str | Path | N
             folder = Location.of(checkpoint_folder(callback, trainer))
             times.update({str(path): time for path, time in _complete_ones(folder, callback.FILE_EXTENSION)})
     newest = max(times, key=times.__getitem__, default=None)
+    if newest is None and found is None:
+        _tell_of_others(trainer)
     time_found = None if found is None else _completed(Location.of(found))
     if newest is None or (time_found is not None and time_found >= times[newest]):
         return found
     return newest
+
+
+def _tell_of_others(trainer: "pl.Trainer") -> None:
+    """Warn where ``"last"`` is no checkpoint, but there are some: loggers name a new folder for each run."""
+    times: dict[str, datetime] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
+            folder = Location.of(checkpoint_folder(callback, trainer))
+            places = [folder] if callback.dirpath else [run / folder.name for run in _folders(folder.parent.parent)]
+            found = (one for place in places for one in _complete_ones(place, callback.FILE_EXTENSION))
+            times.update({str(path): time for path, time in found if not path.is_link()})
+    if newest := max(times, key=times.__getitem__, default=None):
+        warn_once(
+            f'ckpt_path="last" finds no checkpoint, and training begins anew; the newest of earlier runs is {newest}. '
+            'Pass that path to go on from it; "last" is what ModelCheckpoint(dirpath=..., save_last="link") saves in a '
+            "folder that stays the same"
+        )
+
+
+def _folders(folder: Location) -> list[Location]:
+    return [folder / name for name in folder.names()] if folder.is_folder() else []
 
 
 def newest_of(trainer: "pl.Trainer") -> str | None:
