@@ -14,6 +14,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 OTHER := .venv-torch-$(TORCH)
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 NEMO := .venv-nemo
 
 # One thread: the ranks of a test share the cores. Offline: tests build their own tiny models.
@@ -24,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch test-lowest faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
+.PHONY: help venv test test-gpu test-long test-torch test-lowest test-newest faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +63,14 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 	sed -nE '/^dependencies/,/^\]/ s/^ *"([a-z0-9-]+)(\[[a-z]+\])?>=([0-9.]+).*/\1==\3/p' pyproject.toml > $(LOWEST)/lowest.txt
 	grep -viE "^($$(cut -d= -f1 $(LOWEST)/lowest.txt | paste -sd '|')|setuptools)==" constraints.txt > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet -e '.[dev]' -r $(LOWEST)/lowest.txt -c $(LOWEST)/constraints.txt
+	@touch $@
+
+test-newest: $(NEWEST)/.installed ## run the tests with the newest versions that pyproject.toml allows, as pip installs them today
+	$(NEWEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+$(NEWEST)/.installed: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]'
 	@touch $@
 
 faults: $(STAMP) ## all that can go wrong, with 50 kills at random moments; MOMENTS=100, SEED=7 (it prints one)
