@@ -6,7 +6,8 @@ A list that torchmetrics gathers by element, as that of ``ROUGEScore``, of ranks
     rank 1    [c]      nothing
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_automodel._compat.metrics import before_gathering, lists_gathered_by_element
+from lightning_automodel._compat.metrics import (
+    before_gathering,
+    combine_states,
+    forget_what_adds_up,
+    lists_gathered_by_element,
+    saved_states,
+    use_own_states,
+)
 from lightning_automodel.distributed.unlike_tensors import gather_unlike
 
 
@@ -56,6 +64,32 @@ def reduce_metrics_over(module: nn.Module, group: ProcessGroup) -> None:
         if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, GatherOverDataRanks):
             metric.dist_sync_fn = GatherOverDataRanks(group)
             before_gathering(metric, _fill_lists)
+
+
+@contextmanager
+def combined_states(module: nn.Module) -> Generator[None, None, None]:
+    """Let the metrics of ``module`` that go into checkpoints have the states of all data ranks in this context.
+    Collective.
+
+    A checkpoint has room for those of one rank: without it, what the others have counted in an epoch would be lost.
+    """
+    found = [each for each in module.modules() if isinstance(each, Metric) and saved_states(each)]
+    found = [each for each in found if isinstance(each.dist_sync_fn, GatherOverDataRanks)]
+    found = [each for each in found if each.dist_sync_fn.group.size() > 1]
+    try:
+        for metric in found:
+            combine_states(metric)
+        yield
+    finally:
+        for metric in found:
+            use_own_states(metric)
+
+
+def leave_to_first_rank(module: nn.Module, state: Mapping[str, Any], data_rank: int) -> None:
+    """Let only the first data rank go on with what metrics have found in ``state``, which is that of all ranks."""
+    for prefix, metric in module.named_modules() if data_rank else ():
+        if isinstance(metric, Metric):
+            forget_what_adds_up(metric, [name for name in saved_states(metric) if f"{prefix}.{name}" in state])
 
 
 def _fill_lists(metric: Metric, gather: Callable, group: Any | None) -> None:

@@ -108,7 +108,7 @@ ATTRIBUTES = {
         "_root_post_backward_final_callback",
         "_state_ctx",
     ),
-    "torchmetrics:Metric": ("_defaults", "_reductions", "_sync_dist"),
+    "torchmetrics:Metric": ("_cache", "_defaults", "_is_synced", "_persistent", "_reductions", "_sync_dist"),
     f"{PL}:LightningModule": ("_compiler_ctx", "_device", "_device_mesh"),
     f"{PL}.cli:LightningCLI": ("_get", "_subcommand_parsers"),
     f"{PL}.callbacks:ModelCheckpoint": (

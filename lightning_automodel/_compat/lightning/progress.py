@@ -42,14 +42,35 @@ def position_in_epoch(trainer: Trainer) -> EpochPosition:
     return EpochPosition(epoch.ready - 1, through)
 
 
+def has_begun_pass(trainer: Trainer) -> bool:
+    """Tell whether the pass that ``trainer`` is about to begin is one that had begun when its checkpoint was saved.
+
+    Lightning begins that of the first epoch before training starts, and one of an epoch that has ended if that was
+    saved in its last validation. Behind the last batch, and between epochs, it begins that of the next epoch only.
+    """
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batch: Any = progress.current
+    if epoch.started < epoch.ready or epoch.ready == 0:
+        return epoch.processed == 0
+    is_behind_last_batch = progress.is_last_batch and batch.completed < batch.processed
+    return epoch.processed < epoch.ready and not is_behind_last_batch
+
+
 def end_epoch(trainer: Trainer) -> None:
     """Tells a trainer whose checkpoint was saved behind the last batch of an epoch that the epoch has ended.
 
     Lightning compares the batches that are through with those of an epoch of this run: with more of them (fewer data
-    ranks, smaller batches) it would begin the next epoch in its middle.
+    ranks, smaller batches) it would begin the next epoch in its middle. Where the next one was about to begin
+    (``on_train_epoch_start``) it would take it for through, and train none of it.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    if progress.is_last_batch:
+    loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    progress = loop.batch_progress
+    if epoch.started < epoch.ready:  # type: ignore[attr-defined]
+        for counts in (progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            counts.reset_on_run()
+        loop.val_loop.batch_progress.total.reset()
+    elif progress.is_last_batch:
         _before_reset(trainer, lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
 
 

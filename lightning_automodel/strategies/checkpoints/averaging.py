@@ -58,10 +58,10 @@ class ShardedAveraging(ExchangedAveraging):
     ) -> None:
         """Makes the average the checkpoint's weights, as without sharding."""
         if self._average_model is not None:
-            checkpoint[CURRENT] = checkpoint["state_dict"]
+            checkpoint[CURRENT] = current = checkpoint["state_dict"]
             averages = self._averages(pl_module)
             checkpoint["state_dict"] = trainer.strategy.state_part(  # type: ignore[attr-defined]
-                {name: averages.get(name, value) for name, value in model_state(pl_module).items()}
+                {name: averages.get(name, current.get(name, value)) for name, value in model_state(pl_module).items()}
             )
             checkpoint[_COUNTS] = {"n_averaged": self._average_model.n_averaged}
 

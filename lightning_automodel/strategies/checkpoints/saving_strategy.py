@@ -40,6 +40,7 @@ from lightning_automodel.strategies.checkpoints.trained import TRAINED, restore_
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
 from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples, warn_of_loaders_ahead
 from lightning_automodel.strategies.mesh import OnMesh
+from lightning_automodel.strategies.metric_states import combined_states, leave_to_first_rank
 from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
 
 OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED)
@@ -103,7 +104,8 @@ class SavingStrategy(OnMesh):
             meet("save_checkpoint", "", _ON_ALL_RANKS)
         self._bases.check_unmerged(self._module)
         self._bases.let_changes_be_saved(self._module)
-        return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
+        with combined_states(self._module):
+            return checkpoints.model_part(self._module, self._save_distributed_checkpoint)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -242,6 +244,7 @@ class SavingStrategy(OnMesh):
 
         def restore() -> None:  # looks the entry up late: callbacks that average weights exchange it in between
             load_through(module, checkpoint["state_dict"], strict, read)
+            leave_to_first_rank(module, checkpoint["state_dict"], self.data_group.rank())
 
         self._restoration.when_set_up(restore)
 

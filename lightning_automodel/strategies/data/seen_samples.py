@@ -20,19 +20,19 @@ what else there is                                    with the first batches, wi
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_automodel._compat.lightning.progress import (
     cycles,
     end_epoch,
+    has_begun_pass,
     is_stateful,
     position_in_epoch,
     set_batches_through,
@@ -41,6 +41,7 @@ from lightning_automodel._compat.lightning.progress import (
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.data.positions import POSITIONS, warn_of_other_ranks
+from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, begun, counts_batches, resumed
 from lightning_automodel.strategies.data.samplers import divides_itself, share_of_loader
 from lightning_automodel.strategies.data.shared_order import SharedOrder
 
@@ -141,6 +142,10 @@ class SeenSamples:
             end_epoch(trainer)
         elif self._positions not in (0, size):
             warn_of_other_ranks(_with_own_position(loaders), self._positions, size)
+        if not position.batches and has_begun_pass(trainer):
+            combined.flattened = [
+                begun(loader) if _describe(loader, size, cycles(combined)) is not None else loader for loader in loaders
+            ]
         if not position.batches or len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
@@ -150,7 +155,7 @@ class SeenSamples:
                 surplus = self._saved["surplus"][i]
                 rest = _find_rest(loader, old, new, position.batches, surplus, rank, uses_distributed_sampler(trainer))
                 rests.update({i: _counted(*rest, new, position.batches, limits[i])} if rest is not None else {})
-                if rest is not None and _counts_batches(loader):
+                if rest is not None and counts_batches(loader):
                     for one in (loader, rest[0]):
                         one.load_state_dict({"batches": 0})  # what it counted is not there any more
         longest = max(rests, key=lambda i: limits[i], default=None)
@@ -162,34 +167,6 @@ class SeenSamples:
             resumed(loader, rests[i].loader, rests[i].through) if i in rests else loader
             for i, loader in enumerate(loaders)
         ]
-
-
-def resumed(loader: DataLoader, rest: Iterable, through: int) -> DataLoader:
-    """Returns a loader with the class and all attributes of ``loader``, whose first pass is that of ``rest``.
-
-    Args:
-        loader: of whole epochs.
-        rest: what is left of the first one.
-        through: batches of that which are not.
-    """
-    result, kind = copy.copy(loader), type(loader)
-    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
-    result.__class__ = type(kind.__name__, (_Resumed, kind), names)
-    vars(result).update(_rest=rest, _through=through, _iterator=None)
-    return result
-
-
-class _Resumed(DataLoader):
-    _rest: Iterable | None = None
-    _through = 0
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        rest, self._rest = self._rest, None
-        if rest is None:
-            return super().__iter__()
-        with isolate_rng(include_cuda=False):  # what a pass draws when it begins, this epoch has drawn
-            batches = iter(rest)
-        return self.counted(batches, self._through) if _counts_batches(self) else batches  # type: ignore[attr-defined]
 
 
 def warn_of_loaders_ahead(combined: CombinedLoader | None) -> None:
@@ -205,54 +182,11 @@ def warn_of_loaders_ahead(combined: CombinedLoader | None) -> None:
 
 def _with_own_position(loaders: Iterable[Any]) -> Any:
     """Return the first loader whose state is no number of batches."""
-    return next((loader for loader in loaders if is_stateful(loader) and not _counts_batches(loader)), None)
-
-
-def _counts_batches(loader: object) -> bool:
-    return getattr(loader, "counts_batches", False)
-
-
-class Behind:
-    """What an iterable gives after its first ``count`` items, which are taken when the iteration begins."""
-
-    def __init__(self, items: Any, count: int) -> None:
-        self.items = items
-        self.count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.items)
-        for _ in range(self.count):
-            next(iterator, None)
-        return iterator
-
-    def __len__(self) -> int:
-        return max(len(self.items) - self.count, 0)
-
-
-class RestOfOrder:
-    """The share of a data rank of what is left of an epoch's order.
-
-    Args:
-        sampler: of whole epochs, set to the epoch.
-        seen: samples of all data ranks that are through.
-    """
-
-    def __init__(self, sampler: DistributedSampler, seen: int) -> None:
-        whole = copy.copy(sampler)
-        size = len(whole.dataset)  # type: ignore[arg-type]
-        vars(whole).update(num_replicas=1, rank=0, drop_last=False, num_samples=size, total_size=size)
-        self.whole, self.seen, self.rank, self.replicas = whole, seen, sampler.rank, sampler.num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(self.whole)[self.seen :]
-        return iter(order[self.rank : len(self) * self.replicas : self.replicas])
-
-    def __len__(self) -> int:
-        return max(self.whole.total_size - self.seen, 0) // self.replicas
+    return next((loader for loader in loaders if is_stateful(loader) and not counts_batches(loader)), None)
 
 
 def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:
-    is_plain = isinstance(loader, DataLoader) and (not is_stateful(loader) or _counts_batches(loader))
+    is_plain = isinstance(loader, DataLoader) and (not is_stateful(loader) or counts_batches(loader))
     return Batches.of(loader, data_ranks, is_cycled) if is_plain else None
 
 

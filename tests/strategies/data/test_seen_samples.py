@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
+from lightning_automodel.strategies.data.rest_of_epoch import RestOfOrder
 from lightning_automodel.strategies.data.samplers import share_of_sampler
-from lightning_automodel.strategies.data.seen_samples import RestOfOrder
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import SizedStream, Stream, loader
 from tests.support.training import SaveAfter, make_trainer
