@@ -118,6 +118,14 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_step_of_a_shard_is_as_large_as_the_shard(family: str) -> None:
+    """Also where parameters get no gradient from rows of text: DTensor then infers shapes of whole tensors anew."""
+    found = plan(tiny_config(family), Run(sizes=resolve_sizes(64), config=FSDP2Config(), sequence_length=32), H100)
+    step = found.watched.peaks["optimizer step"]
+    assert step["temporaries"] <= step["parameters"]
+
+
 def test_the_command_plans_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", "--micro-batch=2", "--gpu=h200"]
     main([*args, "--sequence-parallel=true", "--activation_checkpointing=selective"])
