@@ -155,13 +155,17 @@ def test_the_command_reads_what_a_run_prints_of_itself(
                 },
             },
         },
-        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": {"model": str(model_folder)}},
+        "model": {
+            "class_path": "lightning_automodel.finetuning.CausalLM",
+            "init_args": {"model": str(model_folder), "peft": {"r": 4}, "freeze": None},
+        },
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(printed))
     main(["plan", f"--config={path}"])
     text = capsys.readouterr().out
     assert "4 ranks on 1 node" in text
+    assert "sets peft, which is not planned" in " ".join(text.split())
     assert "reduce_scatter  tp" in text
 
 
@@ -182,6 +186,8 @@ def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture
         ([f"--model={model_folder}", "--world=6", "--tp=4"], "does not divide the 6 processes"),
         ([f"--model={model_folder}", "--world=6", "--tp=3"], "tp=3 does not fit"),
         ([f"--model={model_folder}", "--world=6", "--tpp=3"], "tpp"),
+        ([f"--model={model_folder}", "--world=6", "--seq=0"], "sequence_length=0 of a step must be at least 1"),
+        ([f"--model={model_folder}", "--world=6", "--accumulate=0"], "accumulation=0 of a step must be at least 1"),
         ([f"--model={model_folder}", "--world=6", "--enable-compile=true"], "plan without it"),
         ([f"--model={model_folder}", "--world=6", "--gpu=h1000"], "use one of a100"),
         ([f"--model={model_folder}", "--world=6", f"--html={model_folder}"], "is a folder; give the name of a file"),
