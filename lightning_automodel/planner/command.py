@@ -109,8 +109,8 @@ def _plan(
         if path is not None:
             _check_file(setting, path)
     fitting, others = _search(told["model"], run, hardware) if search else ([plan(told["model"], run, hardware)], [])
-    for found in fitting if read.get("trains_part") else []:
-        found.warnings.append(
+    for one in fitting if read.get("trains_part") else []:
+        one.warnings.append(
             f"{run_yaml} sets {read['trains_part']}, which is not planned: all parameters train here, an upper bound"
         )
     best = fitting[0].run if fitting else None
