@@ -109,6 +109,10 @@ def _plan(
         if path is not None:
             _check_file(setting, path)
     fitting, others = _search(told["model"], run, hardware) if search else ([plan(told["model"], run, hardware)], [])
+    for one in fitting if read.get("trains_part") else []:
+        one.warnings.append(
+            f"{run_yaml} sets {read['trains_part']}, which is not planned: all parameters train here, an upper bound"
+        )
     best = fitting[0].run if fitting else None
     if not search:
         print(describe(fitting[0]), end="")
@@ -170,6 +174,7 @@ def _read(path: str) -> dict[str, Any]:
         "accumulate": trainer.get("accumulate_grad_batches"),
         "precision": trainer.get("precision"),
         "clips": trainer.get("gradient_clip_val") is not None,
+        "trains_part": " and ".join(name for name in ("peft", "freeze") if model.get(name)) or None,
         **{name: arguments.get(name) for name in ("tp", "cp", "ep", "dp_replicate")},
     }
     known = {key: value for key, value in found.items() if value is not None}

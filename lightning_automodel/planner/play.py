@@ -49,6 +49,11 @@ class Run:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _adamw
     device_type: str = "cuda"
 
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "micro_batch", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} of a step must be at least 1")
+
 
 @contextmanager
 def stage(run: Run, rank: int = 0) -> Generator[DeviceMesh, None, None]:

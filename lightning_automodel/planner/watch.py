@@ -9,7 +9,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_automodel._compat.dtensor.operations import shapes_inferred
 from lightning_automodel._compat.fake.cuda import ASKS_DEVICE, device_for_kernels
 from lightning_automodel._compat.fake.ranks import group_of, is_wrapper, key_of
 from lightning_automodel._compat.torch.pytree import tree_leaves
@@ -106,6 +107,8 @@ class Watch(EagerMode):
         self._phase = FORWARD
         self._place: str | None = ""
         self._times = 1
+        self._is_aside = False
+        self._patches = ExitStack()
         self.result = Watched()
 
     @contextmanager
@@ -185,6 +188,8 @@ class Watch(EagerMode):
     ) -> Any:
         if is_wrapper(types):
             return NotImplemented
+        if self._is_aside:
+            return func(*args, **(kwargs or {}))
         if func is ASKS_DEVICE:
             return device_for_kernels(args)
         with without_functions():
@@ -240,13 +245,24 @@ class Watch(EagerMode):
         if change:
             self._log.append((self._phase, self._place, held, change))
 
+    @contextmanager
+    def _aside(self) -> Generator[None, None, None]:
+        """Count nothing within this context."""
+        before, self._is_aside = self._is_aside, True
+        try:
+            yield
+        finally:
+            self._is_aside = before
+
     def __enter__(self) -> "Watch":
+        self._patches.enter_context(shapes_inferred(self._aside))
         self._resize: Callable = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)  # type: ignore
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patches.close()
         super().__exit__(*error)
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> Any:

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
-from tests.support.training import Descending, Memory, batches, largest_difference, make_trainer, whole_parameters
+from tests.support.training import (
+    Descending,
+    Memory,
+    SaveAfter,
+    batches,
+    largest_difference,
+    make_trainer,
+    whole_parameters,
+)
 
 ROWS = 24  # 6 batches of an epoch: two steps of three micro-batches
 
@@ -111,3 +119,60 @@ def test_the_step_is_done_anew(pool2: Pool, tmp_path: Path, layout: str, place: 
         assert found["losses"] == pytest.approx(found["expected"], abs=1e-6)
         assert found["difference"] < 1e-6
         assert found["steps"][0] == found["steps"][1]
+
+
+class Validating(Stopped):
+    """Keeps where it trains and validates: batches of the whole run."""
+
+    def __init__(self, place: str = "", count: int = 0, path: Path | None = None) -> None:
+        super().__init__(place, count, path)
+        self.trained: list[int] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.trained.append(self.trainer.fit_loop.total_batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.validated.append(self.trainer.fit_loop.total_batch_idx)
+
+
+def validate(layout: str, module: Validating, resume: Path | None = None, *callbacks: Any) -> Validating:
+    trainer = make_trainer(
+        LAYOUTS[layout].make(),
+        callbacks=list(callbacks),
+        enable_checkpointing=bool(callbacks),
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        check_val_every_n_epoch=None,
+        val_check_interval=4,
+    )
+    data = [batches(LAYOUTS[layout].data_size, count, shuffle=count == ROWS) for count in (ROWS, 4)]
+    trainer.fit(module, *data, ckpt_path=resume)
+    return module
+
+
+def validate_and_go_on(layout: str, place: str, count: int, directory: Path) -> list[dict[str, Any]]:
+    """Runs on each rank: saves within a batch, goes on, saves behind a later batch, and goes on from there."""
+    whole = validate(layout, Validating())
+    validate(layout, Validating(place, count, directory / "within.ckpt"))
+    behind = SaveAfter(directory / "behind.ckpt", 9)
+    again = validate(layout, Validating(), directory / "within.ckpt", behind)
+    last = validate(layout, Validating(), directory / "behind.ckpt")
+    return [{"batches": m.trained, "validated": m.validated, "losses": m.losses} for m in (whole, again, last)]
+
+
+WITHIN = [("fsdp2-dp2", "start", 5), ("ddp-2", "step", 6), ("fsdp2-tp2", "start", 8)]
+
+
+@pytest.mark.parametrize(("layout", "place", "count"), with_long(WITHIN, *WITHIN[1:]))
+def test_batches_of_the_run_are_counted_once(pool2: Pool, tmp_path: Path, layout: str, place: str, count: int) -> None:
+    """By Lightning's ``total_batch_idx``, which tells when to validate, and how far a batch was when it was saved."""
+    for whole, again, last in pool2.run(validate_and_go_on, layout, place, count, tmp_path, trainer=True):
+        assert whole["batches"] == list(range(12))
+        assert whole["validated"] == [3, 7, 11]
+        first = (count - 1) // 3 * 3
+        for found, begins in ((again, first), (last, 9)):
+            assert found["batches"] == whole["batches"][begins:]
+            assert found["validated"] == [at for at in whole["validated"] if at >= begins]
+            assert found["losses"] == pytest.approx(whole["losses"][begins:], abs=1e-6)

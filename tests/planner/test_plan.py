@@ -118,6 +118,14 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_step_of_a_shard_is_as_large_as_the_shard(family: str) -> None:
+    """Also where parameters get no gradient from rows of text: DTensor then infers shapes of whole tensors anew."""
+    found = plan(tiny_config(family), Run(sizes=resolve_sizes(64), config=FSDP2Config(), sequence_length=32), H100)
+    step = found.watched.peaks["optimizer step"]
+    assert step["temporaries"] <= step["parameters"]
+
+
 def test_the_command_plans_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", "--micro-batch=2", "--gpu=h200"]
     main([*args, "--sequence-parallel=true", "--activation_checkpointing=selective"])
@@ -147,13 +155,17 @@ def test_the_command_reads_what_a_run_prints_of_itself(
                 },
             },
         },
-        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": {"model": str(model_folder)}},
+        "model": {
+            "class_path": "lightning_automodel.finetuning.CausalLM",
+            "init_args": {"model": str(model_folder), "peft": {"r": 4}, "freeze": None},
+        },
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(printed))
     main(["plan", f"--config={path}"])
     text = capsys.readouterr().out
     assert "4 ranks on 1 node" in text
+    assert "sets peft, which is not planned" in " ".join(text.split())
     assert "reduce_scatter  tp" in text
 
 
@@ -174,6 +186,8 @@ def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture
         ([f"--model={model_folder}", "--world=6", "--tp=4"], "does not divide the 6 processes"),
         ([f"--model={model_folder}", "--world=6", "--tp=3"], "tp=3 does not fit"),
         ([f"--model={model_folder}", "--world=6", "--tpp=3"], "tpp"),
+        ([f"--model={model_folder}", "--world=6", "--seq=0"], "sequence_length=0 of a step must be at least 1"),
+        ([f"--model={model_folder}", "--world=6", "--accumulate=0"], "accumulation=0 of a step must be at least 1"),
         ([f"--model={model_folder}", "--world=6", "--enable-compile=true"], "plan without it"),
         ([f"--model={model_folder}", "--world=6", "--gpu=h1000"], "use one of a100"),
         ([f"--model={model_folder}", "--world=6", f"--html={model_folder}"], "is a folder; give the name of a file"),

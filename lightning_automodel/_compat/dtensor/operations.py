@@ -1,7 +1,8 @@
 """Watches operations on DTensors, by private names of what dispatches them: draws, gathers, views, reductions."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from lightning_automodel._compat.torch.pytree import tree_leaves
 
@@ -23,6 +25,25 @@ def by_torch(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     finally:
         HANDLERS[op] = handle
+
+
+@contextmanager
+def shapes_inferred(within: Callable[[], AbstractContextManager[None]]) -> Generator[None, None, None]:
+    """Let DTensor do ``within()``, while this context lasts, what tells the shapes of results.
+
+    An operation that it has not seen with such arguments runs once more for that, on fake tensors of whole shapes.
+    """
+    infer = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def inferred(propagator: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
+        with within():
+            return infer(propagator, *args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = inferred  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = infer  # type: ignore[method-assign]
 
 
 def _overloads(names: tuple[str, ...]) -> set[Any]:

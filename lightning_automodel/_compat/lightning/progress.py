@@ -81,13 +81,31 @@ def _count_on(trainer: Trainer, batches: float) -> None:
             setattr(current, field, getattr(current, field) + int(batches))
 
 
+def begin_batch_anew(trainer: Trainer) -> None:
+    """Tells a trainer that goes on from within a batch that the run, too, has that batch before it.
+
+    Lightning sets back the batches that have begun in the epoch, and counts on those that have begun in the run
+    (``total_batch_idx``): it would validate one batch too early from then on (``check_val_every_n_epoch=None``), and
+    find no later checkpoint to be saved behind a batch. Until the loop has reset, it tells by them where it was saved.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    reset = loop.reset
+
+    def settled() -> None:
+        vars(loop).pop("reset", None)
+        reset()
+        loop.batch_progress.total.reset_on_restart()
+
+    vars(loop)["reset"] = settled
+
+
 def _before_reset(trainer: Trainer, call: Callable[[], None], mutes: str | None = None) -> None:
     """Calls ``call``, once, before the loop of an epoch looks at its counts; a warning of it can be muted."""
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
 
     def prepared() -> None:
-        vars(loop).pop("reset")
+        vars(loop).pop("reset", None)
         call()
         with warnings.catch_warnings():
             if mutes is not None:

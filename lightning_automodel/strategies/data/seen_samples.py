@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_automodel._compat.lightning.progress import (
+    begin_batch_anew,
     cycles,
     end_epoch,
     has_begun_pass,
@@ -134,6 +135,7 @@ class SeenSamples:
             size: number of data ranks.
         """
         before = [found and Batches(**found) for found in self._saved.get("loaders", [])]
+        begin_batch_anew(trainer)
         position = position_in_epoch(trainer)
         loaders, limits = combined.flattened, combined.limits or []
         for loader in loaders:
