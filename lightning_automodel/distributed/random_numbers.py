@@ -21,6 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_automodel._compat.torch.tensors import without_functorch
+
 Key = int | str | bool
 _MOST_KEPT = 2**14  # passes that may be computed again, where nobody says when a micro-batch begins
 
@@ -131,19 +133,22 @@ def _places() -> tuple[Any, ...]:
 
 def places_of_generators() -> list[bytes]:
     """Return the states of torch's generators as what can be compared, also where tensors have no values."""
-    return [state.numpy().tobytes() for state in generator_states()]
+    with without_functorch():
+        return [state.numpy().tobytes() for state in generator_states()]
 
 
 def place_of_users() -> bytes:
     """Return where the generator of the CPU is, in few bytes."""
-    return blake2b(torch.default_generator.get_state().numpy().tobytes(), digest_size=16).digest()
+    with without_functorch():
+        return blake2b(torch.default_generator.get_state().numpy().tobytes(), digest_size=16).digest()
 
 
 def generator_states() -> list[torch.Tensor]:
     """Returns the states of torch's generators on this rank: of the CPU, and of the device in use. No wait for the
     device.
     """
-    return [generator.get_state() for generator in _generators()]
+    with without_functorch():  # within torch.func.grad a state would be a tensor without values
+        return [generator.get_state() for generator in _generators()]
 
 
 def seed_generators(seed: int) -> None:

@@ -27,6 +27,7 @@ from lightning_automodel.modules.writes import State, Writes
 Compute = Callable[[Any], Tensor]
 """A stored parameter to the tensor that the forward pass sees, with autograd."""
 
+_WRITE = "Change the parameter itself (parameter.data = value, or in place, within torch.no_grad())"
 _EXCHANGED = "_is_in_the_place_of_a_parameter"
 _Table = dict[str, Any]
 _Swapped = list[tuple[_Table, str, Tensor, State]]
@@ -148,15 +149,14 @@ def stands_for_parameter(tensor: Tensor | None) -> bool:
     return tensor is None or hasattr(tensor, _EXCHANGED)
 
 
-def describe_replaced(model: nn.Module, table: _Table, name: str) -> str:
+def describe_replaced(model: nn.Module, table: _Table, name: str, way_out: str = _WRITE) -> str:
     """Return what is wrong with a tensor that stands in the place of a sharded parameter, and the way out."""
     path = _path(model, table, name)
     return (
         f"{class_names(model)[0]} is called with another tensor in the place of its parameter {path}"
         " (torch.func.functional_call, or an assignment): the parameter is sharded, and the forward pass gathers or "
-        "cuts what is stored, so the tensor would be left out, or used whole where a rank computes a part. Change the "
-        "parameter itself (parameter.data = value, or in place, within torch.no_grad()), or use DDPStrategy, which "
-        "takes any tensor"
+        f"cuts what is stored, so the tensor would be left out, or used whole where a rank computes a part. {way_out}, "
+        "or use DDPStrategy, which takes any tensor"
     )
 
 

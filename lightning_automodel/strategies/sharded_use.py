@@ -42,16 +42,24 @@ _BESIDE_ROWS = (
     "let the model's own forward pass compute what reads weights (by a subclass of its class), use weight_decay of the "
     "optimizer for a penalty, or FSDP2TPStrategy, whose parameters have full_tensor()"
 )
+_ASKED = (
+    "parameters that {does} are not those of which torch.autograd.grad is asked, so that it finds none{where}; "
+    "take them from parameter.grad behind self.manual_backward(loss), or use DDPStrategy"
+)
 HELD = (
     "gradients of micro-batches within block_backward_sync() were not reduced over the data ranks, since no backward "
     "pass followed outside of it before the step; take the last backward pass of a step outside of it, also if its "
     "batch is to be left out ((0 * loss).backward(), say)"
 )
+_TRANSFORMED = (
+    "torch.func (grad, vmap, jacrev) runs through a model that is sharded, which gathers and sums by means that its "
+    "transforms do not follow; use torch.autograd.grad with respect to what enters the model, or DDPStrategy"
+)
+_TRANSFORMS = dict.fromkeys(("storage of TensorWrapper", "must override the setup_context staticmethod"), _TRANSFORMED)
 _INSTEAD = {
-    "appears to not have been used in the graph": (
-        "parameters that FSDP2 gathers are not those of which torch.autograd.grad is asked, so that it finds none of "
-        "a model that is sharded over data ranks, or on one device; take them from parameter.grad behind "
-        "self.manual_backward(loss), or use DDPStrategy"
+    **_TRANSFORMS,
+    "appears to not have been used in the graph": _ASKED.format(
+        does="FSDP2 gathers", where=" of a model that is sharded over data ranks, or on one device"
     ),
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
@@ -73,6 +81,8 @@ _INSTEAD = {
 }
 
 _INSTEAD_OF_ROWS = {
+    **_TRANSFORMS,
+    "appears to not have been used in the graph": _ASKED.format(does="Megatron-FSDP gathers", where=""),
     "got mixed torch.Tensor and DTensor": _BESIDE_ROWS,
     "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,
     "an exception occurred : ('The size of tensor a": _LOADED,

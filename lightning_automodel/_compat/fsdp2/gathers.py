@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel._compat.fsdp2.units import parameter_groups
+from lightning_automodel._compat.torch.tensors import without_functorch
 
 Gather = Callable[[list[Tensor], list[Tensor], ProcessGroup], None]
 """gathers inputs [n] of all ranks in outputs [ranks * n], pair by pair"""
@@ -96,11 +97,11 @@ class Gathers(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         if is_to_gather(self):
             show_changes(self)
-        with _without_inference(), _without_functorch():
+        with _without_inference(), without_functorch():
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        with _without_inference(), _without_functorch():
+        with _without_inference(), without_functorch():
             super().wait_for_unshard()
 
 
@@ -113,7 +114,7 @@ class _GathersInPlace(FSDPParamGroup):
             show_changes(self)
             with (
                 _without_inference(),
-                _without_functorch(),
+                without_functorch(),
                 torch.no_grad(),
                 record_function(self._with_fqn("FSDP::all_gather")),
             ):
@@ -125,7 +126,7 @@ class _GathersInPlace(FSDPParamGroup):
         if self._all_gather_result is None:
             return
         self._all_gather_result = None
-        with _without_inference(), _without_functorch():
+        with _without_inference(), without_functorch():
             for held in self.fsdp_params:
                 held.init_unsharded_param()
             self._to_unsharded()
@@ -161,8 +162,3 @@ def _join_columns(held: FSDPParam, gathered: list[Tensor], ranks: int) -> None:
 
 def _without_inference() -> AbstractContextManager:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _without_functorch() -> AbstractContextManager:
-    """Leave transforms of torch.func, as FSDP2 does from torch 2.13 on: they are of what parameters compute."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()

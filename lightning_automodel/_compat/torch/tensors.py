@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,11 @@ class EagerMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def without_functorch() -> AbstractContextManager:
+    """Leave transforms of torch.func within this context: what it computes is no part of what they differentiate."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def without_functions() -> Any:

@@ -95,6 +95,7 @@ class Passes:
         self._recover()
         if self._depth == 1:
             self._written.check(_of_library)
+            self.sharded.places.check()
             self._reached_again.begin_forward()
             self.sharded.begin_forward()
         parts = module.parameters() if isinstance(module, self.sharded.units) else module.parameters(recurse=False)

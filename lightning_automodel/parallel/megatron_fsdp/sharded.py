@@ -36,6 +36,7 @@ from lightning_automodel.parallel.megatron_fsdp.partitions import (
     refuse_operations,
     refuse_reductions,
 )
+from lightning_automodel.parallel.megatron_fsdp.places import Places
 from lightning_automodel.parallel.megatron_fsdp.plain import Slice, slice_of, sum_over_tp
 from lightning_automodel.parallel.megatron_fsdp.units import unit_classes
 from lightning_automodel.parallel.megatron_fsdp.widening import widen_frozen
@@ -49,6 +50,7 @@ class ShardedModules:
         units: classes of modules that are gathered and freed as one.
         trained: the parameters that compute, and have gradients.
         norms: of what the optimizer has.
+        places: of the parameters, where nobody may put other tensors.
 
     Args:
         modules: called as a whole each; plain parameters, real values.
@@ -81,8 +83,7 @@ class ShardedModules:
         self._reductions = ReductionsInOrder(self.wrapper)
         self._sum_partial_gradients(slices)
         self._parameters = dict(self.wrapper.param_and_grad_buffer.optimizer_named_parameters)
-        for parameter in self._parameters.values():
-            count_writes_through_data(parameter)
+        self._follow_changes(container)
         self._trained = self._trained_now()
         self._whole = [n for n in self._parameters if (s := slices[n]) is None or s.placement.is_replicate()]
         self._mesh = next(p.device_mesh for p in self._parameters.values() if isinstance(p, DTensor))
@@ -105,6 +106,12 @@ class ShardedModules:
         self._writes_seen = self._writes()
         shape = f"dp={dp_mesh.size()} x tp={tp_mesh.size()}"
         log(f"Megatron-FSDP shards {len(modules)} modules over {shape}, ZeRO stage {config.zero_dp_strategy}, {dtypes}")
+
+    def _follow_changes(self, container: nn.Module) -> None:
+        """Note where parameters hang, while nothing of the user's is there, and count what is written into them."""
+        self.places = Places(container, self.wrapper.raw_param, self._parameters)
+        for parameter in self._parameters.values():
+            count_writes_through_data(parameter)
 
     def _sum_partial_gradients(self, slices: Mapping[str, Slice | None]) -> None:
         for name, found in slices.items():
@@ -132,7 +139,7 @@ class ShardedModules:
             self.wrapper.synchronize_param_gather()
             self._is_outdated = False
         if self.wrapper.is_param_fsdp_distributed:
-            use_raw_parameters(self.wrapper)
+            self._compute_with_raw()
             # The library gathers what belongs to a module when that is called. Whoever reads parameters of one that is
             # not (a ParameterDict, which has peft's adapters of embeddings) would compute with stale memory; and ranks
             # call layers that samples choose (experts) in different orders.
@@ -162,7 +169,7 @@ class ShardedModules:
         self._refuse_changes_of_what_trains()
         self._show_changes()
         self._window.begin_backward()
-        use_raw_parameters(self.wrapper)
+        self._compute_with_raw()
         self.wrapper.is_last_microbatch = is_last
         self._reductions.begin()
         # The library's own hook stands on outputs that are tensors, tuples or lists.
@@ -204,6 +211,10 @@ class ShardedModules:
             return [p for _, p in named]
         units = [f"{name}." for name, module in self.wrapper.module.named_modules() if isinstance(module, self.units)]
         return [p for name, p in named if not name.startswith(tuple(units))]
+
+    def _compute_with_raw(self) -> None:
+        use_raw_parameters(self.wrapper)
+        self.places.put_raw()
 
     def _await_gathers(self) -> None:
         """Wait for what was gathered and no module that was called has waited for: the library would warn."""

@@ -175,6 +175,15 @@ class Loads(Recorder):
         self.model.load_state_dict({name: value * 0.5 for name, value in tiny_llama().state_dict().items()})
 
 
+class Asks(Recorder):
+    """Asks autograd for the gradient of a parameter."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        torch.autograd.grad(loss, self.model.lm_head.weight, retain_graph=True)
+        return loss
+
+
 class Decays(Recorder):
     """Adds a penalty to its loss."""
 
@@ -190,7 +199,14 @@ def explained(kind: type[Recorder]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Loads, "load_state_dict was given whole"), (Decays, "use weight_decay")])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Loads, "load_state_dict was given whole"),
+        (Decays, "use weight_decay"),
+        (Asks, "parameter.grad behind self.manual_backward(loss)"),
+    ],
+)
 def test_errors_of_torch_are_explained(kind: type[Recorder], said: str, pool2: Pool) -> None:
     for message in pool2.run(explained, kind, trainer=True):
         assert said in message.partition("torch says")[0]
