@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from lightning_automodel._compat.dtensor.gradients import to_local
-from lightning_automodel._compat.torch.tensors import assert_async
+from lightning_automodel._compat.torch.tensors import assert_async, is_transformed
 from lightning_automodel.distributed.collectives import copy_in, reduce_out, shard_bounds
 from lightning_automodel.distributed.second_order import is_differentiated, refuse_second_order
 from lightning_automodel.loss.passes import Passes
@@ -224,9 +225,17 @@ def token_losses(
     Raises:
         ValueError: for targets outside of the vocabulary (on CUDA an assertion on the device), or a share that is none.
     """
-    check_targets(targets, shard.size, ignore_index)
     check_smoothing(label_smoothing)
+    if is_transformed() and shard.group is None:
+        return _transformed_losses(logits, targets, ignore_index, label_smoothing)
+    check_targets(targets, shard.size, ignore_index)
     return _TokenLosses.apply(logits, targets, SmoothedLoss(shard, label_smoothing, passes), ignore_index)
+
+
+def _transformed_losses(logits: Tensor, targets: Tensor, ignore_index: int | None, label_smoothing: float) -> Tensor:
+    """Let torch compute token losses, whose transforms follow its own functions, batched ones too, and not ours."""
+    options: Any = dict(ignore_index=-1 if ignore_index is None else ignore_index, label_smoothing=label_smoothing)
+    return functional.cross_entropy(logits.to(wide(logits)), targets, reduction="none", **options)
 
 
 def token_entropies(logits: Tensor, shard: VocabShard) -> Tensor:

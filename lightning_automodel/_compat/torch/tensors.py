@@ -27,7 +27,12 @@ class EagerMode(TorchDispatchMode):
 
 def without_functorch() -> AbstractContextManager:
     """Leave transforms of torch.func within this context: what it computes is no part of what they differentiate."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()
+    return torch._C._DisableFuncTorch() if is_transformed() else nullcontext()
+
+
+def is_transformed() -> bool:
+    """Tell whether this runs within transforms of torch.func (grad, vmap, jacrev)."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def without_functions() -> Any:

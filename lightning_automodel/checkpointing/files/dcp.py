@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_automodel.checkpointing.files.dcp_files import Reader, Writer
-from lightning_automodel.checkpointing.files.integrity import Sums
+from lightning_automodel.checkpointing.files.integrity import Sums, edition_of
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.unread import ReadWhenUsed
 from lightning_automodel.distributed.boxes import Box
@@ -39,17 +39,23 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor(ReadWhenUsed):
-    """A tensor in a checkpoint folder that has not been read."""
+    """A tensor in a checkpoint folder that has not been read.
+
+    Attributes:
+        edition: of the folder, when its table was read.
+    """
 
     folder: Location
     key: str
     shape: torch.Size
     dtype: torch.dtype
+    edition: int | None
 
     def load(self) -> Tensor:
         """Reads the whole tensor to the CPU, on each rank that calls."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        _load_alone({self.key: tensor}, self.folder, _BoxReader())
+        with _ordinary_errors():
+            _load_alone({self.key: tensor}, Reader(self.folder, self.edition), _BoxReader())
         return tensor
 
 
@@ -123,12 +129,14 @@ def list_tensors(folder: Location, weights_only: bool | None, known: Set[str] = 
     Raises:
         pickle.UnpicklingError: if an object needs ``weights_only=False``.
     """
-    metadata = Reader(folder).read_metadata()
+    edition = edition_of(folder)
+    reader = Reader(folder, edition)
+    metadata = reader.read_metadata()
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
     table = metadata.state_dict_metadata
     tensors = {key: stored for key, stored in table.items() if isinstance(stored, TensorStorageMetadata)}
     objects = [key for key, path in paths.items() if key not in tensors and path[0] not in known]
-    values = _read_objects(folder, objects, weights_only)
+    values = _read_objects(reader, objects, weights_only)
     tree: Tree = {}
     for key in (*tensors, *objects):
         *parents, last = paths[key]
@@ -136,7 +144,7 @@ def list_tensors(folder: Location, weights_only: bool | None, known: Set[str] = 
         for parent in parents:
             node = node.setdefault(parent, {})
         if (stored := tensors.get(key)) is not None:
-            node[last] = StoredTensor(folder, key, stored.size, stored.properties.dtype)
+            node[last] = StoredTensor(folder, key, stored.size, stored.properties.dtype, edition)
         else:
             node[last] = values[key]
     return _with_lists(tree)
@@ -147,6 +155,7 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
 
     Raises:
         ValueError: if the shapes of a pair differ.
+        RuntimeError: on every rank, if a folder cannot be read, or is another one than when its table was read.
     """
     waiting: list[tuple[Tensor, StoredTensor]] = []
     for target, source in pairs:
@@ -156,25 +165,26 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
             waiting.append((target, source))
     while waiting:  # a pass serves one target of each stored tensor
         turn = {source: target for target, source in waiting}
-        for folder in sorted({source.folder for source in turn}, key=str):
+        editions = {source.folder: source.edition for source in turn}
+        for folder in sorted(editions, key=str):
             wanted = {source.key: target for source, target in turn.items() if source.folder == folder}
             with _ordinary_errors():
-                dcp.load(wanted, storage_reader=Reader(folder), planner=_BoxReader())
+                dcp.load(wanted, storage_reader=Reader(folder, editions[folder]), planner=_BoxReader())
         waiting = [(target, source) for target, source in waiting if turn[source] is not target]
 
 
-def _read_objects(folder: Location, keys: list[str], weights_only: bool | None) -> Tree:
+def _read_objects(reader: Reader, keys: list[str], weights_only: bool | None) -> Tree:
     values: Tree = dict.fromkeys(keys)
     if keys:
-        _load_alone(values, folder, _ObjectReader(weights_only))
+        _load_alone(values, reader, _ObjectReader(weights_only))
     return values
 
 
-def _load_alone(values: Tree, folder: Location, planner: DefaultLoadPlanner) -> None:
+def _load_alone(values: Tree, reader: Reader, planner: DefaultLoadPlanner) -> None:
     """Loads on this rank only, without DCP's warning about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(values, storage_reader=Reader(folder), planner=planner, no_dist=True)
+        dcp.load(values, storage_reader=reader, planner=planner, no_dist=True)
 
 
 def _with_lists(tree: Any) -> Any:

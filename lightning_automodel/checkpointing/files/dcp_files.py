@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_automodel.checkpointing.files.integrity import SummingWriter, Sums
+from lightning_automodel.checkpointing.files.integrity import SummingWriter, Sums, check_edition
 from lightning_automodel.checkpointing.files.storage import Location
 
 Complete = Callable[[Metadata, list[list[WriteResult]]], None]
@@ -107,11 +107,16 @@ def _without_inner_checksums() -> Generator[None, None, None]:
 
 
 class Reader(FileSystemReader):
-    """Reads DCP's own pickled table without the power to call functions that it names."""
+    """Reads DCP's own pickled table without the power to call functions that it names.
 
-    def __init__(self, folder: Location) -> None:
+    Args:
+        folder: to read.
+        edition: that it must have until all is read.
+    """
+
+    def __init__(self, folder: Location, edition: int | None) -> None:
         super().__init__(folder.path)
-        self.folder = folder
+        self.folder, self.edition = folder, edition
         self.fs: Any = _Files(folder)
         self.path = folder.path
 
@@ -122,6 +127,17 @@ class Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Read what the plan says, all of it from one edition of the folder.
+
+        Raises:
+            ValueError: if another process has put another checkpoint in its place.
+        """
+        try:
+            return super().read_data(*args, **kwargs)
+        finally:  # also in the place of an error that follows from it
+            check_edition(self.folder, self.edition)
 
 
 class _TableUnpickler(pickle.Unpickler):

@@ -60,6 +60,39 @@ def to_json(sums: Sums) -> bytes:
     return json.dumps({name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(sums.items())}).encode()
 
 
+def edition_of(path: Location) -> int | None:
+    """Sums up the checksums of a checkpoint, by which another one that has taken its name is told from it.
+
+    Returns:
+        the same on every machine; ``None`` where there are no checksums, or nothing.
+    """
+    if not path.is_folder():
+        return _edition_of_archive(path) if path.is_file() else None
+    try:
+        return crc32((path / CHECKSUMS).read())
+    except FileNotFoundError:
+        return None
+
+
+def replaced(path: Location) -> str:
+    """Say that a checkpoint has changed while it was read."""
+    return (
+        f"{path} was replaced or deleted while it was loaded, by a process that saves checkpoints into {path.parent}; "
+        "parts of two checkpoints are none. Start again, from a checkpoint whose name is not used again: "
+        "with save_last=True, last.ckpt is (save_last='link' names a checkpoint that stays), and with save_top_k=1 each"
+    )
+
+
+def check_edition(path: Location, edition: int | None) -> None:
+    """Check that a checkpoint is the one that had this ``edition``.
+
+    Raises:
+        ValueError: if another has taken its place.
+    """
+    if edition_of(path) != edition:
+        raise ValueError(replaced(path))
+
+
 def verify(path: Location) -> None:
     """Compares a checkpoint with what was written. Collective where processes are: each reads a part of it.
 
@@ -87,12 +120,14 @@ def _first_fault(path: Location, rank: int, size: int) -> str | None:
         return _fault_of_archive(path) if rank == 0 else None
     if not (path / CHECKSUMS).is_file():
         return None
+    edition = edition_of(path)
     try:
         sums = json.loads((path / CHECKSUMS).read())
     except ValueError as error:
         return f"{path / CHECKSUMS} is damaged: {error}"
     faults = (_fault_of_file(path / name, sums[name]) for name in sorted(sums)[rank::size])
-    return next((fault for fault in faults if fault is not None), None)
+    fault = next((fault for fault in faults if fault is not None), None)
+    return fault if fault is None or edition_of(path) == edition else replaced(path)
 
 
 def _fault_of_file(file: Location, expected: Mapping[str, int]) -> str | None:
@@ -107,6 +142,15 @@ def _fault_of_file(file: Location, expected: Mapping[str, int]) -> str | None:
     if crc != expected["crc32"]:
         return f"{file} is damaged: its checksum (CRC-32) is {crc:08x}, and {expected['crc32']:08x} was written"
     return None
+
+
+def _edition_of_archive(file: Location) -> int | None:
+    with file.open("rb") as stream:
+        try:
+            entries = zipfile.ZipFile(stream).infolist()
+        except (zipfile.BadZipFile, OSError):
+            return None
+    return crc32(repr([(entry.filename, entry.file_size, entry.CRC) for entry in entries]).encode())
 
 
 def _fault_of_archive(file: Location) -> str | None:

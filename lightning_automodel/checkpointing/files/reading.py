@@ -7,7 +7,7 @@ import torch
 
 from lightning_automodel.checkpointing.files.dcp import list_tensors
 from lightning_automodel.checkpointing.files.folder import ALIASES, METADATA, OPTIMIZER, TREES, Checkpoint
-from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.integrity import check_edition, edition_of, verify
 from lightning_automodel.checkpointing.files.storage import Location
 
 
@@ -41,11 +41,14 @@ def read_sound(path: Location, weights_only: bool | None = None) -> Checkpoint:
     """Reads a checkpoint as :func:`read_checkpoint` does, once all of it is known to be what was written.
 
     Raises:
-        ValueError: naming a file that is damaged.
+        ValueError: naming a file that is damaged, or a checkpoint that another process has replaced meanwhile.
     """
+    edition = edition_of(path)
     if path.exists():
         verify(path)
-    return read_checkpoint(path, weights_only)
+    checkpoint = read_checkpoint(path, weights_only)
+    check_edition(path, edition)
+    return checkpoint
 
 
 def refuse_part(path: Location) -> None:

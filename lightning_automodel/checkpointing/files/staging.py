@@ -103,6 +103,8 @@ def remove_checkpoint(path: Location) -> None:
         path.remove()
     else:
         with _others_waiting(path.parent):
+            if not path.exists():  # another run has deleted the same
+                return
             aside = _set_aside(path)
             aside.remove()
             _remove_if_empty(aside.parent)

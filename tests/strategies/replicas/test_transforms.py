@@ -19,9 +19,25 @@ class Moved(Noted):
         return self.model(inputs_embeds=entered + moved, labels=batch[0]).loss
 
 
-def move() -> list[dict[str, Tensor]]:
+class MovedByLoss(Noted):
+    """Moves each sample by the gradient of its own loss of labels, some of which do not count."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        labels = batch[0].clone()
+        labels[:, :2] = -100
+        entered = self.model.get_input_embeddings()(batch[0]).detach()
+        moved = torch.func.grad(lambda x: self.model(inputs_embeds=x, labels=labels).loss * len(labels))(entered)
+        each = torch.func.vmap(torch.func.grad(self.loss_of_one))(self.model(inputs_embeds=entered).logits, labels)
+        assert each.shape[:2] == labels.shape
+        return self.model(inputs_embeds=entered + moved, labels=labels).loss + (each**2).sum() / len(labels)
+
+    def loss_of_one(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.model.loss_function(logits=logits[None], labels=labels[None], vocab_size=logits.shape[-1])
+
+
+def move(kind: type[Noted]) -> list[dict[str, Tensor]]:
     """Runs on each rank."""
-    module, size = Moved(), world_size()
+    module, size = kind(), world_size()
     make_trainer(DDPStrategy() if size > 1 else "auto", max_epochs=1).fit(module, batches(size))
     return module.gradients
 
@@ -33,10 +49,13 @@ def move_shards(tp: int) -> str:
     return str(caught.value)
 
 
-def test_replicas_have_transforms(pool2: Pool) -> None:
-    """They ended in an error of torch where a pass reads the states of generators."""
-    expected = move()
-    for found in pool2.run(move, trainer=True):
+@pytest.mark.parametrize("kind", [Moved, MovedByLoss])
+def test_replicas_have_transforms(kind: type[Noted], pool2: Pool) -> None:
+    """They ended in an error of torch where a pass reads the states of generators, and in one of autograd functions
+    without setup_context where the loss comes from labels.
+    """
+    expected = move(kind)
+    for found in pool2.run(move, kind, trainer=True):
         for many, one in zip(found, expected, strict=True):
             check_gradients(many, one)
 

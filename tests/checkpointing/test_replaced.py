@@ -1,0 +1,62 @@
+"""What another run does to a checkpoint under the name that this one reads or deletes."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.checkpointing.files.staging import remove_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
+from lightning_automodel.testing.pool import Pool
+from tests.support.training import Recorder, batches, make_trainer, world_size
+
+
+class Replaced(Recorder):
+    """Another run saves under the name of the checkpoint between two reads of it."""
+
+    path: Path
+    other: Path
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Runs when all but tensors has been read."""
+        if dist.get_rank() == 0:
+            Location.of(self.other).swap(Location.of(self.path))
+
+
+def load_while_replaced(folder: Path) -> str:
+    """Runs on each rank."""
+    paths = [folder / f"{count}.ckpt" for count in (1, 2)]
+    for count, path in enumerate(paths, 1):
+        trainer = make_trainer(FSDP2TPStrategy(), max_steps=count)
+        trainer.fit(Recorder(), batches(world_size()))
+        trainer.save_checkpoint(path)
+    module = Replaced()
+    module.path, module.other = paths
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        make_trainer(FSDP2TPStrategy(), max_steps=4).fit(module, batches(world_size()), ckpt_path=paths[0])
+    return str(caught.value)
+
+
+def test_checkpoint_that_another_run_replaces_while_it_is_loaded(tmp_path: Path, pool2: Pool) -> None:
+    """The step of one checkpoint met the weights of another."""
+    for message in pool2.run(load_while_replaced, tmp_path, trainer=True):
+        assert f"{tmp_path / '1.ckpt'} was replaced or deleted while it was loaded" in message
+
+
+def test_names_of_two_runs_removed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another run had deleted a moment before ended in an error."""
+    (tmp_path / "a.ckpt").mkdir()
+    path, is_folder = Location.of(tmp_path / "a.ckpt"), Location.is_folder
+
+    def deleted_meanwhile(location: Location) -> bool:
+        found = is_folder(location)
+        if location == path:
+            shutil.rmtree(location.path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Location, "is_folder", deleted_meanwhile)
+    remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
