@@ -239,9 +239,15 @@ def gathered_copies(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Module, st
 
 
 def note_what_trains(units: Iterable[FSDPModule]) -> None:
-    """Note of gathered copies whether they require a gradient, for :func:`follow_what_trains`."""
+    """Note of gathered copies whether they require a gradient, for :func:`follow_what_trains`.
+
+    Code that ran within the forward pass (X-LoRA turns its adapters off and on) has met copies of what was gathered,
+    and they say with what the pass has computed.
+    """
     for held in _gathered(units):
-        vars(held)[_TRAINED] = held.unsharded_param.requires_grad
+        vars(held)[_TRAINED] = flag = held.unsharded_param.requires_grad
+        if held.sharded_param.requires_grad != flag:
+            held.sharded_param.requires_grad_(flag)
 
 
 def follow_what_trains(units: Iterable[FSDPModule]) -> None:

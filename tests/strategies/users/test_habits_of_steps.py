@@ -171,6 +171,22 @@ class Borrowed(Steps):
         return output.loss + (embedded[batch[0]] @ matrix.T).square().mean() + 0.1 * matrix.square().sum()
 
 
+class SwitchedWithin(Steps):
+    """Reads the model without what trains in the feed-forwards before each pass, as X-LoRA does, and with it then."""
+
+    def change(self) -> None:
+        self.other = None
+        self.model.register_forward_pre_hook(self.read_before, with_kwargs=True)
+
+    def read_before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        for is_on in (False, True):
+            for layer in model.model.layers:
+                layer.mlp.requires_grad_(is_on)
+            if not is_on:
+                with torch.no_grad():
+                    self.numbers.append(float(model.forward(kwargs["input_ids"][:1] * 0 + 1).logits.norm()))
+
+
 class OwnNorms(Steps):
     """Reads numbers of its gradients and weights, and divides by one of them."""
 
@@ -405,9 +421,11 @@ KINDS = (
     ReadInHooks,
     BetweenPasses,
     Unfrozen,
+    SwitchedWithin,
 )
 FAST = [
     *((kind, "fsdp2-dp2") for kind in (InTurn, FakesUsedTwice, MeanTeacher, HookedEarly, Adversaries, ReadInHooks)),
+    (SwitchedWithin, "fsdp2-dp2"),
     *((kind, "fsdp2-tp2") for kind in (HookedEarly, Sharpened, Unfrozen)),
 ]
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
