@@ -7,11 +7,20 @@ rank is that of one process. Two data ranks, of which the first has ended behind
               pass 1    pass 2    pass 3    pass 4
     GPU 0     a a a     a1        ~         ~         ~: a filler      a1: its samples end, and it votes "none"
     GPU 1     b b b     b1        b2        b3        behind it all vote "none"
+
+Encoders and towers that ``generate`` calls by themselves are rounds of their own, and a rank that has nothing to encode
+waits for those that have before its first token. What an encoder wants behind tokens (the next window of a long
+recording) waits until no rank is amid tokens::
+
+              pass 1    pass 2    pass 3    pass 4
+    GPU 0     image     a a a     a1        ~         image: a tower, of parameters that the root gathers
+    GPU 1     ~         b b b     b1        b2        ~: gathers them, and computes nothing
 """
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from enum import IntEnum
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -21,78 +30,183 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationMixin
 
-from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
+from lightning_automodel.parallel.lone_parts import gather_only, parts_of
 
 _ROOT = "_model_that_generates_in_step"
 _ENCODED = ("encoder_outputs", "attention_mask")
-_generating: list[nn.Module] = []
+_generating: list["_Rounds"] = []
 
 
-def generate_in_step(model: nn.Module, data: DeviceMesh) -> None:
+class _Kind(IntEnum):
+    """What a rank is about to run, or waits with: those that come first run first."""
+
+    TOKEN = 0
+    """Another token of the model: nobody has to read the votes before it."""
+    TOWER = 1
+    """A part of the model, of whose parameters the root gathers all."""
+    ENCODER = 2
+    """A part with blocks that are gathered by themselves."""
+    FIRST_TOKEN = 3
+    """Waits for parts on other ranks."""
+
+
+def generate_in_step(model: nn.Module, data: DeviceMesh, fills_towers: bool = True) -> None:
     """Make ``generate`` of ``model``, and of models inside, go on until all ranks that share its shards have ended.
 
     Args:
         model: of any library; what is no model of transformers that generates stays as it is.
         data: over the last axis of which parameters are sharded.
+        fills_towers: gathering the root's parameters is all that towers want of other ranks; else a tower that some
+            ranks call is an error on all of them.
     """
     if data.size(data.ndim - 1) == 1:
         return
     for module in model.modules():
         if isinstance(module, GenerationMixin):
             vars(module)[_ROOT] = model  # no child, and a deep copy of the model has its own
-            vars(module)["generate"] = MethodType(_in_step(type(module).generate, data), module)
+            vars(module)["generate"] = MethodType(_in_step(type(module).generate, data, fills_towers), module)
 
 
-def _in_step(generate: Callable[..., Any], data: DeviceMesh) -> Callable[..., Any]:
+def _in_step(generate: Callable[..., Any], data: DeviceMesh, fills_towers: bool) -> Callable[..., Any]:
     """Wrap ``generate`` of a class; copies of a model share what comes of it."""
 
     @wraps(generate)
     def generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(module is self for module in _generating):
+        if any(module is self for rounds in _generating for module in rounds.modules):
             return generate(self, *args, **kwargs)
         _refuse_two_models(self)
         kwargs["synced_gpus"] = False  # transformers' own way, whose inputs do not fit behind the end of a rank
-        rounds = _Rounds(data)
-        with _voting(self, rounds):
+        if _generating:
+            with _generating[-1].tokens_of(self):
+                return generate(self, *args, **kwargs)
+        rounds = _Rounds(vars(self)[_ROOT], data, fills_towers)
+        with rounds.tokens_of(self), rounds.parts():
             output = generate(self, *args, **kwargs)
-        rounds.fill(self)
+        rounds.end(self)
         return output
 
     return generate_together
 
 
 class _Rounds:
-    """One ``generate`` on all ranks: a round is a forward pass on each of them.
+    """One ``generate`` on all ranks: a round is a forward pass of the model, or of a part of it, on each of them.
 
     Args:
+        root: the model that was made parallel, which parts run in the place of.
         data: over the last axis of which parameters are sharded.
+        fills_towers: as :func:`generate_in_step` has it.
     """
 
-    def __init__(self, data: DeviceMesh) -> None:
-        self._data = data
+    def __init__(self, root: nn.Module, data: DeviceMesh, fills_towers: bool) -> None:
+        self.modules: list[nn.Module] = []
+        self.root, self._data, self._fills_towers = root, data, fills_towers
+        self._runs: nn.Module | None = None  # what a round of this rank is within
+        self._has_begun = False
         self._last: dict[str, Any] = {}
+        self._encode: Callable[[], Any] = partial(gather_only, root)
+        towers = list(find_towers(root))
+        self._blocks = {b for n, b in find_independent_blocks(root).items() if outermost(towers, n) is None}
 
-    @torch.compiler.disable
-    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin a round with a pass of this rank, which needs no votes of others: a host waits for no accelerator."""
-        self._last = {name: kwargs[name] for name in (*_ENCODED, "decoder_input_ids") if name in kwargs}
-        self._vote(active=True)
+    @contextmanager
+    def tokens_of(self, module: nn.Module) -> Generator[None, None, None]:
+        """Vote before passes of ``module`` within this context."""
+        begin = torch.compiler.disable(self._begin_token)
+        before = module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)  # before those that gather
+        behind = module.register_forward_hook(self._end_pass, always_call=True)
+        self.modules.append(module)
+        _generating.append(self)
+        try:
+            yield
+        finally:
+            _generating.pop()
+            self.modules.pop()
+            before.remove()
+            behind.remove()
 
-    def fill(self, module: nn.Module) -> None:
+    @contextmanager
+    def parts(self) -> Generator[None, None, None]:
+        """Vote before parts that are called by themselves within this context."""
+        begin = torch.compiler.disable(self._begin_part)
+        with ExitStack() as stack:
+            for part in parts_of(self.root):
+                before = part.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(part.register_forward_hook(self._end_pass, always_call=True).remove)
+            yield
+
+    def end(self, module: nn.Module) -> None:
         """Go through rounds of other ranks until there are none."""
-        if not self._vote(active=False).item():
-            return
-        with torch.no_grad(), _evaluating(module), without_hooks_of_users(module.modules()):
-            inputs = self._least_inputs(module)
-            module(**inputs)
-            while self._vote(active=False).item():
-                module(**inputs)
+        while (kind := self._agree(None)) is not None:
+            self._fill(kind, module)
 
-    def _vote(self, active: bool) -> torch.Tensor:
-        votes = torch.full((), int(active), device=self._data.device_type)  # not a copy from the host, which would wait
+    def _begin_token(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._runs is not None:
+            return
+        if self._has_begun:
+            self._vote(_Kind.TOKEN)
+        else:
+            self._await(_Kind.TOKEN, _Kind.FIRST_TOKEN, module)
+        self._last = {name: kwargs[name] for name in (*_ENCODED, "decoder_input_ids") if name in kwargs}
+        self._runs, self._has_begun = module, True
+
+    def _begin_part(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._runs is not None or part in self.modules:
+            return
+        is_encoder = not self._blocks.isdisjoint(part.modules())
+        kind = _Kind.ENCODER if is_encoder else _Kind.TOWER
+        self._await(kind, kind, self.modules[-1])
+        if is_encoder:
+            self._encode = partial(part, *args, **kwargs)
+        self._runs = part
+
+    def _end_pass(self, module: nn.Module, *args: Any) -> None:
+        if self._runs is module:
+            self._runs = None
+
+    def _await(self, kind: _Kind, vote: _Kind, module: nn.Module) -> None:
+        """Go through rounds of other ranks until there is one of ``kind``."""
+        while (other := self._agree(vote)) != kind:
+            self._fill(other, module)
+
+    def _agree(self, kind: _Kind | None) -> _Kind | None:
+        """Vote, and read what this round is; ``None``: all ranks have ended."""
+        votes = self._vote(kind).tolist()
+        first = next((kind for kind in _Kind if votes[kind]), None)
+        if first is _Kind.TOWER and not self._fills_towers:
+            self._refuse_few(round(votes[first]))  # no rank runs without having read this
+        return _Kind.TOKEN if first is _Kind.FIRST_TOKEN else first
+
+    def _refuse_few(self, encoding: int) -> None:
+        ranks = self._data.size(self._data.ndim - 1)
+        if encoding < ranks:
+            raise ValueError(
+                f"{encoding} of {ranks} data ranks encode images or sounds in generate of {class_names(self.root)[0]}: "
+                "where towers are gathered layer by layer (zero_dp_strategy=3 of Megatron-FSDP, "
+                "tower_policy='per_layer'), the others would wait forever. Give every data rank some, or use "
+                "FSDP2TPStrategy with tower_policy='root', or zero_dp_strategy=2"
+            )
+
+    def _vote(self, kind: _Kind | None) -> torch.Tensor:
+        votes = torch.zeros(len(_Kind), device=self._data.device_type)  # not a copy from the host, which would wait
+        if kind is not None:
+            votes[kind].fill_(1)
         dist.all_reduce(votes, group=self._data.get_group(self._data.ndim - 1))
         return votes
+
+    def _fill(self, kind: _Kind | None, module: nn.Module) -> None:
+        """Run what gathers as the round of other ranks does, and leaves no trace."""
+        self._runs = module
+        unseen = without_hooks_of_users(self.root.modules())
+        with torch.no_grad(), _evaluating(self.root), unseen:
+            if kind is _Kind.TOKEN:
+                module(**self._least_inputs(module))
+            elif kind is _Kind.ENCODER:
+                self._encode()
+            else:
+                gather_only(self.root)
+        self._runs = None
 
     def _least_inputs(self, module: Any) -> dict[str, Any]:
         """Make those of one token: a decoder's alone, or behind what the encoder has said of this rank's samples."""
@@ -103,24 +217,13 @@ class _Rounds:
 
 
 def _refuse_two_models(module: nn.Module) -> None:
-    if _generating and vars(_generating[-1])[_ROOT] is not vars(module)[_ROOT]:
-        one, other = class_names(_generating[-1])[0], class_names(module)[0]
+    if _generating and _generating[-1].root is not vars(module)[_ROOT]:
+        one, other = class_names(_generating[-1].modules[-1])[0], class_names(module)[0]
         raise ValueError(
             f"{other} generates within generate of {one}, and both are sharded over data ranks: how often it is called "
             "differs between them. Generate with one model at a time, or keep the other whole on each rank (outside of "
             "the LightningModule)"
         )
-
-
-@contextmanager
-def _voting(module: nn.Module, rounds: _Rounds) -> Generator[None, None, None]:
-    handle = module.register_forward_pre_hook(rounds.begin, prepend=True, with_kwargs=True)  # before those that gather
-    _generating.append(module)
-    try:
-        yield
-    finally:
-        _generating.remove(module)
-        handle.remove()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from lightning_automodel.modules.structure import CONTAINERS, find_blocks, outer
 from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 
 _MODEL = "_model_of_this_part"
+_PARTS = "_parts_outside_of_blocks"
 _RUNNING = "_forward_pass_is_running"
 _INSTEAD = "_forward_of_a_part_instead"
 
@@ -37,8 +38,20 @@ def run_parts_inside(model: nn.Module) -> None:
     wrap_forward(model, _around_model)
     for part in parts:
         wrap_forward(part, _around_part)
+    vars(model)[_PARTS] = parts
     for module in (*parts, *blocks.values()):
         vars(module)[_MODEL] = model  # no child, and a deep copy of the model has its own
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """List the parts of ``model`` that run inside of a forward pass of it."""
+    return vars(model).get(_PARTS, [])
+
+
+def gather_only(model: nn.Module) -> None:
+    """Call ``model`` with nothing in the place of its forward pass: its hooks run."""
+    model.__dict__[_INSTEAD] = lambda: None
+    model()
 
 
 def is_called_alone(block: nn.Module) -> bool:

@@ -87,7 +87,7 @@ class FSDP2Sharding:
         else:
             mark_as_unit(model, self.axes.data, self.config, self.mp_policy)
         install_saving(model)
-        generate_in_step(model, self.axes.data)
+        generate_in_step(model, self.axes.data, fills_towers=self.config.tower_policy != "per_layer")
         if isinstance(model, PreTrainedModel):
             model.resize_token_embeddings = MethodType(_refuse_resizing, model)  # type: ignore[method-assign]
         if self.config.check_replicas_every_n_steps is not None:

@@ -97,7 +97,7 @@ def split_over_tp(model: nn.Module, axes: Axes, config: MegatronFSDPConfig) -> N
     give_own_memory(model)
     apply_stages(model, axes, config_for(model, config, axes.tp.size()), AwaitWeights())
     if config.zero_dp_strategy == 3:  # below it, parameters stay gathered
-        generate_in_step(model, axes.data)
+        generate_in_step(model, axes.data, fills_towers=False)  # its hooks gather ahead
 
 
 def finish_split(model: nn.Module, tp_mesh: DeviceMesh, dtypes: Dtypes) -> dict[str, Tensor]:
