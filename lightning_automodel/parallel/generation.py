@@ -20,7 +20,7 @@ recording) waits until no rank is amid tokens::
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -106,8 +106,12 @@ class _Rounds:
         self._has_begun = False
         self._last: dict[str, Any] = {}
         self._encode: Callable[[], Any] = partial(gather_only, root)
-        towers = list(find_towers(root))
-        self._blocks = {b for n, b in find_independent_blocks(root).items() if outermost(towers, n) is None}
+
+    @cached_property
+    def _blocks(self) -> set[nn.Module]:
+        """The blocks that are gathered by themselves."""
+        towers = list(find_towers(self.root))
+        return {b for n, b in find_independent_blocks(self.root).items() if outermost(towers, n) is None}
 
     @contextmanager
     def tokens_of(self, module: nn.Module) -> Generator[None, None, None]:

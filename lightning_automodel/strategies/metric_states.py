@@ -73,9 +73,8 @@ def combined_states(module: nn.Module) -> Generator[None, None, None]:
 
     A checkpoint has room for those of one rank: without it, what the others have counted in an epoch would be lost.
     """
-    found = [each for each in module.modules() if isinstance(each, Metric) and saved_states(each)]
-    found = [each for each in found if isinstance(each.dist_sync_fn, GatherOverDataRanks)]
-    found = [each for each in found if each.dist_sync_fn.group.size() > 1]
+    saved = [each for each in module.modules() if isinstance(each, Metric) and saved_states(each)]
+    found = [m for m in saved if isinstance(f := m.dist_sync_fn, GatherOverDataRanks) and f.group.size() > 1]
     try:
         for metric in found:
             combine_states(metric)

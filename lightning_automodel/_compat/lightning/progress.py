@@ -71,7 +71,7 @@ def end_epoch(trainer: Trainer) -> None:
             counts.reset_on_run()
         loop.val_loop.batch_progress.total.reset()
     elif progress.is_last_batch:
-        _before_reset(trainer, lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
+        _at_reset(trainer, lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
 
 
 def _count_on(trainer: Trainer, batches: float) -> None:
@@ -88,29 +88,33 @@ def begin_batch_anew(trainer: Trainer) -> None:
     (``total_batch_idx``): it would validate one batch too early from then on (``check_val_every_n_epoch=None``), and
     find no later checkpoint to be saved behind a batch. Until the loop has reset, it tells by them where it was saved.
     """
-    loop = trainer.fit_loop.epoch_loop
-    reset = loop.reset
-
-    def settled() -> None:
-        vars(loop).pop("reset", None)
-        reset()
-        loop.batch_progress.total.reset_on_restart()
-
-    vars(loop)["reset"] = settled
+    _at_reset(trainer, after=trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart)
 
 
-def _before_reset(trainer: Trainer, call: Callable[[], None], mutes: str | None = None) -> None:
-    """Calls ``call``, once, before the loop of an epoch looks at its counts; a warning of it can be muted."""
+def _nothing() -> None:
+    pass
+
+
+def _at_reset(
+    trainer: Trainer,
+    before: Callable[[], None] = _nothing,
+    after: Callable[[], None] = _nothing,
+    mutes: str | None = None,
+) -> None:
+    """Calls ``before`` and ``after``, once, around what the loop of an epoch makes of its counts; a warning of it can
+    be muted. What was set by an earlier call stays, inside.
+    """
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
 
     def prepared() -> None:
         vars(loop).pop("reset", None)
-        call()
+        before()
         with warnings.catch_warnings():
             if mutes is not None:
                 warnings.filterwarnings("ignore", mutes)
             reset()
+        after()
 
     vars(loop)["reset"] = prepared
 
@@ -131,7 +135,7 @@ def set_batches_through(trainer: Trainer, through: int, is_known: bool) -> None:
         setattr(batch, field, getattr(batch, field) + through - done)
     loop.batch_progress.is_last_batch = False  # the last one may have begun, and failed
     if is_known:
-        _before_reset(trainer, lambda: None, "You're resuming from a checkpoint that ended before the epoch ended")
+        _at_reset(trainer, mutes="You're resuming from a checkpoint that ended before the epoch ended")
 
 
 def is_within_batch(trainer: Trainer) -> bool:

@@ -2,12 +2,14 @@
 
 import pickle
 import zipfile
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_automodel.checkpointing.files.dcp import list_tensors
 from lightning_automodel.checkpointing.files.folder import ALIASES, METADATA, OPTIMIZER, TREES, Checkpoint
-from lightning_automodel.checkpointing.files.integrity import check_edition, edition_of, verify
+from lightning_automodel.checkpointing.files.integrity import check_edition, edition_of, replaced, verify
 from lightning_automodel.checkpointing.files.storage import Location
 
 
@@ -48,6 +50,29 @@ def read_sound(path: Location, weights_only: bool | None = None) -> Checkpoint:
         verify(path)
     checkpoint = read_checkpoint(path, weights_only)
     check_edition(path, edition)
+    return checkpoint
+
+
+def read_one_edition(path: Location, weights_only: bool | None) -> Checkpoint:
+    """Read a checkpoint, all ranks the same: another run may save under its name meanwhile. Collective.
+
+    Raises:
+        ValueError: on every rank, if another process has replaced it, or a rank could not read it.
+    """
+    edition, checkpoint = edition_of(path), Checkpoint()
+    error: Exception | None = None
+    try:
+        checkpoint = read_checkpoint(path, weights_only)
+    except Exception as caught:
+        error = caught
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (edition, edition_of(path), error and str(error)))
+    if len({one for *both, _ in seen for one in both}) > 1:
+        raise ValueError(replaced(path)) from error
+    if error is not None:
+        raise error
+    if failed := [f"rank {rank}: {what}" for rank, (*_, what) in enumerate(seen) if what is not None]:
+        raise ValueError(f"{path} could not be read by other ranks. {failed[0]}")
     return checkpoint
 
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from lightning_automodel.checkpointing.accumulated_gradients import collect_gradients
 from lightning_automodel.checkpointing.files.background import BackgroundSaver
 from lightning_automodel.checkpointing.files.folder import SHARDED, contents_of, on_rank_zero, save_folder
-from lightning_automodel.checkpointing.files.integrity import edition_of, replaced, verify
-from lightning_automodel.checkpointing.files.reading import read_checkpoint, refuse_part
+from lightning_automodel.checkpointing.files.integrity import verify
+from lightning_automodel.checkpointing.files.reading import read_one_edition, refuse_part
 from lightning_automodel.checkpointing.files.staging import remove_checkpoint
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.states import (
@@ -159,7 +159,7 @@ def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer", is_kn
             raise ValueError(
                 f"{error}; the newest one beside it that is not damaged is {other}" if other else error
             ) from error
-    checkpoint = _read_one_edition(path, weights_only)
+    checkpoint = read_one_edition(path, weights_only)
     if not isinstance(checkpoint, dict) or _VERSION not in checkpoint:
         raise ValueError(
             f"{path} was not saved by a Trainer: it is a {type(checkpoint).__name__} without {_VERSION!r}. Weights "
@@ -171,17 +171,6 @@ def load(path: Location, weights_only: bool | None, trainer: "pl.Trainer", is_kn
             f"{path} holds weights only (it was saved with save_weights_only=True), so fit cannot resume from it; call "
             "trainer.validate(module, ckpt_path=...) to load the weights, then trainer.fit(module) to start from them"
         )
-    return checkpoint
-
-
-def _read_one_edition(path: Location, weights_only: bool | None) -> Checkpoint:
-    """Read a checkpoint, all ranks the same: another run may save under its name meanwhile."""
-    edition = edition_of(path)
-    checkpoint = read_checkpoint(path, weights_only)
-    editions = [(edition, edition)] * dist.get_world_size()
-    dist.all_gather_object(editions, (edition, edition_of(path)))
-    if len({each for pair in editions for each in pair}) > 1:
-        raise ValueError(replaced(path))
     return checkpoint
 
 

@@ -4,7 +4,7 @@ Lightning looks for files called ``last``. A link of that name leads nowhere whi
 background, or when the process ends between the removal of one checkpoint and the next link; then it would start anew.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +23,9 @@ from lightning_automodel.checkpointing.files.integrity import verify
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.distributed.logs import warn_once
 
+Complete = tuple[Location, datetime]
+"""A checkpoint, and when it was completed."""
+
 
 def find_last(trainer: "pl.Trainer", found: str | Path | None) -> str | Path | None:
     """Finds the path to start from.
@@ -31,30 +34,28 @@ def find_last(trainer: "pl.Trainer", found: str | Path | None) -> str | Path | N
         trainer: whose ``ModelCheckpoint(save_last=...)`` say in which folders to look.
         found: what Lightning has found. It stands unless there is something newer.
     """
-    times: dict[str, datetime] = {}
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.save_last and not callback.save_weights_only:
-            folder = Location.of(checkpoint_folder(callback, trainer))
-            times.update({str(path): time for path, time in _complete_ones(folder, callback.FILE_EXTENSION)})
-    newest = max(times, key=times.__getitem__, default=None)
+    newest, time = _newest(
+        one
+        for saver, folder in _savers(trainer)
+        if saver.save_last
+        for one in _complete_ones(folder, saver.FILE_EXTENSION)
+    )
     if newest is None and found is None:
         _tell_of_others(trainer)
     time_found = None if found is None else _completed(Location.of(found))
-    if newest is None or (time_found is not None and time_found >= times[newest]):
+    if newest is None or time is None or (time_found is not None and time_found >= time):
         return found
-    return newest
+    return str(newest)
 
 
 def _tell_of_others(trainer: "pl.Trainer") -> None:
     """Warn where ``"last"`` is no checkpoint, but there are some: loggers name a new folder for each run."""
-    times: dict[str, datetime] = {}
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
-            folder = Location.of(checkpoint_folder(callback, trainer))
-            places = [folder] if callback.dirpath else [run / folder.name for run in _folders(folder.parent.parent)]
-            found = (one for place in places for one in _complete_ones(place, callback.FILE_EXTENSION))
-            times.update({str(path): time for path, time in found if not path.is_link()})
-    if newest := max(times, key=times.__getitem__, default=None):
+    found: list[Complete] = []
+    for saver, folder in _savers(trainer):
+        places = [folder] if saver.dirpath else [run / folder.name for run in _folders(folder.parent.parent)]
+        found += (one for place in places for one in _complete_ones(place, saver.FILE_EXTENSION))
+    newest, _ = _newest(one for one in found if not one[0].is_link())
+    if newest is not None:
         warn_once(
             f'ckpt_path="last" finds no checkpoint, and training begins anew; the newest of earlier runs is {newest}. '
             'Pass that path to go on from it; "last" is what ModelCheckpoint(dirpath=..., save_last="link") saves in a '
@@ -68,13 +69,20 @@ def _folders(folder: Location) -> list[Location]:
 
 def newest_of(trainer: "pl.Trainer") -> str | None:
     """Find the newest complete checkpoint that a fit of ``trainer`` can go on from, by any name."""
-    times: dict[str, datetime] = {}
+    found = (one for saver, folder in _savers(trainer) for one in _complete_ones(folder, saver.FILE_EXTENSION))
+    newest, _ = _newest(one for one in found if not one[0].is_link())
+    return None if newest is None else str(newest)
+
+
+def _savers(trainer: "pl.Trainer") -> Iterator[tuple[ModelCheckpoint, Location]]:
+    """Yield who saves what a fit can go on from, and into which folder."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
-            folder = Location.of(checkpoint_folder(callback, trainer))
-            found = _complete_ones(folder, callback.FILE_EXTENSION)
-            times.update({str(path): time for path, time in found if not path.is_link()})
-    return max(times, key=times.__getitem__, default=None)
+            yield callback, Location.of(checkpoint_folder(callback, trainer))
+
+
+def _newest(found: Iterable[Complete]) -> Complete | tuple[None, None]:
+    return max(found, key=lambda pair: pair[1], default=(None, None))
 
 
 class Replacement:
@@ -141,12 +149,11 @@ def sound_beside(path: Location, broadcast: Callable[[Any], Any]) -> Location | 
 
 def _newest_beside(path: Location, others: Sequence[Location]) -> Location | None:
     known = {each.resolved() for each in (path, *others)}
-    found = [(time, other) for other, time in _complete_ones(path.parent, PurePosixPath(path.name).suffix)]
-    found = [(time, other) for time, other in found if not other.is_link() and other.resolved() not in known]
-    return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+    found = _complete_ones(path.parent, PurePosixPath(path.name).suffix)
+    return _newest(one for one in found if not one[0].is_link() and one[0].resolved() not in known)[0]
 
 
-def _complete_ones(folder: Location, extension: str) -> Iterator[tuple[Location, datetime]]:
+def _complete_ones(folder: Location, extension: str) -> Iterator[Complete]:
     for name in folder.names() if folder.is_folder() else []:
         time = _completed(folder / name) if name.endswith(extension) else None
         if time is not None:

@@ -8,23 +8,21 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def resumed(loader: DataLoader, rest: Iterable, through: int) -> DataLoader:
+def resumed(loader: DataLoader, rest: Iterable | None = None, through: int = 0) -> DataLoader:
     """Returns a loader with the class and all attributes of ``loader``, whose first pass is that of ``rest``.
+
+    It stands for one that had begun when the checkpoint was saved, and drew then what a pass draws when it begins.
 
     Args:
         loader: of whole epochs.
-        rest: what is left of the first one.
+        rest: what is left of the first one; ``None``: all of it.
         through: batches of that which are not.
     """
-    return _with_first_pass(loader, rest, through)
-
-
-def begun(loader: DataLoader) -> DataLoader:
-    """Returns a loader with the class and all attributes of ``loader``, whose first pass draws nothing when it begins.
-
-    It stands for one that had begun when the checkpoint was saved, and drew then.
-    """
-    return _with_first_pass(loader, _ALL, 0)
+    result, kind = copy.copy(loader), type(loader)
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+    result.__class__ = type(kind.__name__, (_Resumed, kind), names)
+    vars(result).update(_has_begun=True, _rest=rest, _through=through, _iterator=None)
+    return result
 
 
 def counts_batches(loader: object) -> bool:
@@ -32,27 +30,18 @@ def counts_batches(loader: object) -> bool:
     return getattr(loader, "counts_batches", False)
 
 
-_ALL: list[Any] = []  # told by identity: all of the loader itself
-
-
-def _with_first_pass(loader: DataLoader, rest: Iterable, through: int) -> DataLoader:
-    result, kind = copy.copy(loader), type(loader)
-    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
-    result.__class__ = type(kind.__name__, (_Resumed, kind), names)
-    vars(result).update(_rest=rest, _through=through, _iterator=None)
-    return result
-
-
 class _Resumed(DataLoader):
+    _has_begun = False
     _rest: Iterable | None = None
     _through = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        rest, self._rest = self._rest, None
-        if rest is None:
+        has_begun, rest = self._has_begun, self._rest
+        self._has_begun, self._rest = False, None
+        if not has_begun:
             return super().__iter__()
         with isolate_rng(include_cuda=False):  # what a pass draws when it begins, this epoch has drawn
-            if rest is _ALL:
+            if rest is None:
                 return super().__iter__()
             batches = iter(rest)
         return self.counted(batches, self._through) if counts_batches(self) else batches  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ from lightning_automodel._compat.lightning.progress import (
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.data.positions import POSITIONS, warn_of_other_ranks
-from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, begun, counts_batches, resumed
+from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
 from lightning_automodel.strategies.data.samplers import divides_itself, share_of_loader
 from lightning_automodel.strategies.data.shared_order import SharedOrder
 
@@ -145,9 +145,7 @@ class SeenSamples:
         elif self._positions not in (0, size):
             warn_of_other_ranks(_with_own_position(loaders), self._positions, size)
         if not position.batches and has_begun_pass(trainer):
-            combined.flattened = [
-                begun(loader) if _describe(loader, size, cycles(combined)) is not None else loader for loader in loaders
-            ]
+            combined.flattened = [_begun(loader, size, cycles(combined)) for loader in loaders]
         if not position.batches or len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
@@ -185,6 +183,10 @@ def warn_of_loaders_ahead(combined: CombinedLoader | None) -> None:
 def _with_own_position(loaders: Iterable[Any]) -> Any:
     """Return the first loader whose state is no number of batches."""
     return next((loader for loader in loaders if is_stateful(loader) and not counts_batches(loader)), None)
+
+
+def _begun(loader: Any, data_ranks: int, is_cycled: bool) -> Any:
+    return loader if _describe(loader, data_ranks, is_cycled) is None else resumed(loader)
 
 
 def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:
