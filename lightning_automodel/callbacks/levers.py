@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from torch import nn
 
 import lightning_automodel
 from lightning_automodel.mesh import resolve_sizes
@@ -24,9 +24,9 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class Question:
-    """A run that did not fit."""
+    """A run that did not fit, and its model on the meta device, with what trains of it."""
 
-    config: PreTrainedConfig
+    model: nn.Module
     run: Run
     hardware: Hardware
 
@@ -98,11 +98,11 @@ def answer(question: Question) -> Answer:
     Raises:
         ValueError: if the run cannot be planned.
     """
-    base = plan(question.config, question.run, question.hardware)
+    base = plan(question.model, question.run, question.hardware)
     levers = []
     for name, run in variants(question.run):
         try:
-            found = plan(question.config, run, question.hardware)
+            found = plan(question.model, run, question.hardware)
         except Exception:  # the model or another switch does not allow it, or it cannot be played
             continue
         if found.peak < base.peak:

@@ -15,7 +15,7 @@ from lightning_automodel.callbacks.levers import Answer, Question, ask
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.planner import HARDWARE, Run
-from lightning_automodel.planner.flops import find_model
+from lightning_automodel.planner.flops import find_model, whole_twin
 from lightning_automodel.planner.hardware import hardware_of
 from lightning_automodel.strategies import FSDP2TPStrategy
 
@@ -97,9 +97,8 @@ class MemoryProfiler(Callback):
             raise ValueError(f"the planner knows FSDP2TPStrategy, and this is {type(strategy).__name__}")
         if model is None or self._shape is None or len(self._shape) != 2:
             raise ValueError("there is no model of transformers that reads batches with input_ids [rows, seq]")
-        if hasattr(model, "get_base_model"):
-            raise ValueError("the planner does not know adapters")
-        config: Any = model.config
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ValueError("the planner does not know quantized weights")
         hardware = HARDWARE["h100"]
         if module.device.type == "cuda":
             known = hardware_of(torch.cuda.get_device_name(module.device)) or hardware
@@ -114,7 +113,7 @@ class MemoryProfiler(Callback):
             clips=bool(trainer.gradient_clip_val),
             device_type=module.device.type,
         )
-        return Question(config, run, hardware)
+        return Question(whole_twin(model), run, hardware)
 
 
 _CLAIM = "out-of-memory.claim"

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import auto_cli
+from torch import nn
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import logger
@@ -16,7 +17,7 @@ from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.pages import check_folder, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
 from lightning_automodel.planner.html import plan_page
-from lightning_automodel.planner.plan import Plan, plan
+from lightning_automodel.planner.plan import Plan, build, plan
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.report import describe
 from lightning_automodel.planner.search import Rejected, describe_search, search
@@ -68,6 +69,8 @@ def _plan(
     micro_batch: int | None = None,
     accumulate: int | None = None,
     precision: str | None = None,
+    peft: dict[str, Any] | None = None,
+    freeze: list[str] | None = None,
     gpu: str = "h100",
     price: float | None = None,
     switches: dict[str, Any] | None = None,
@@ -89,6 +92,8 @@ def _plan(
         micro_batch: rows that a data rank computes at a time.
         accumulate: micro-batches of an optimizer step.
         precision: of the trainer.
+        peft: adapters, as of the model of a run: --peft.r=16 --peft.target_modules=all-linear.
+        freeze: patterns of names of what does not train, as of the model of a run.
         gpu: a100, h100, h200, b200 or l40s.
         price: US dollars per device and hour.
         switches: fields of FSDP2Config; each may be given as --FIELD too.
@@ -108,10 +113,11 @@ def _plan(
     for setting, path in (("--write", write), ("--html", html)):
         if path is not None:
             _check_file(setting, path)
-    fitting, others = _search(told["model"], run, hardware) if search else ([plan(told["model"], run, hardware)], [])
-    for one in fitting if read.get("trains_part") else []:
+    built = build(told["model"], told.get("peft"), told.get("freeze", ()))
+    fitting, others = _search(built, run, hardware) if search else ([plan(built, run, hardware)], [])
+    for one in fitting if read.get("is_quantized") else []:
         one.warnings.append(
-            f"{run_yaml} sets {read['trains_part']}, which is not planned: all parameters train here, an upper bound"
+            f"{run_yaml} sets quantization_config, which is not planned: weights count in full here, an upper bound"
         )
     best = fitting[0].run if fitting else None
     if not search:
@@ -121,7 +127,7 @@ def _plan(
         save(html, plan_page(found, ranked, others))
         print(f"The page is written to {html}")
     if write and best is not None:
-        save(write, yaml.safe_dump(yaml_of(told["model"], best, hardware.devices), sort_keys=False))
+        save(write, yaml.safe_dump(yaml_of(told, best, hardware.devices), sort_keys=False))
         print(f"The run is written to {write}: lightning-automodel fit --config={write} --data.train_files=...")
 
 
@@ -131,7 +137,7 @@ def _check_file(setting: str, path: str) -> None:
     check_folder(setting, Path(path).parent)
 
 
-def _search(model: str, run: Run, hardware: Hardware) -> tuple[list[Plan], list[Rejected]]:
+def _search(model: nn.Module, run: Run, hardware: Hardware) -> tuple[list[Plan], list[Rejected]]:
     fitting, others = search(model, run, hardware)
     print(describe_search(fitting, others), end="")
     return fitting, others
@@ -174,7 +180,9 @@ def _read(path: str) -> dict[str, Any]:
         "accumulate": trainer.get("accumulate_grad_batches"),
         "precision": trainer.get("precision"),
         "clips": trainer.get("gradient_clip_val") is not None,
-        "trains_part": " and ".join(name for name in ("peft", "freeze") if model.get(name)) or None,
+        "peft": model.get("peft"),
+        "freeze": model.get("freeze"),
+        "is_quantized": "quantization_config" in (model.get("model_kwargs") or {}) or None,
         **{name: arguments.get(name) for name in ("tp", "cp", "ep", "dp_replicate")},
     }
     known = {key: value for key, value in found.items() if value is not None}
@@ -182,8 +190,9 @@ def _read(path: str) -> dict[str, Any]:
     return {**known, "switches": config.get("init_args", config)}
 
 
-def yaml_of(model: str, run: Run, devices: int) -> dict[str, Any]:
-    """Write a run as the YAML file of the command has it; the data's files are left to the user."""
+def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:
+    """Write a run of the model that was told as the YAML file of the command has it; files are left to the user."""
+    model = {name: told[name] for name in ("model", "peft", "freeze") if name in told}
     sizes, default = run.sizes, FSDP2Config()
     switches = {
         name: value for name in sorted(_FIELDS) if (value := getattr(run.config, name)) != getattr(default, name)
@@ -208,7 +217,7 @@ def yaml_of(model: str, run: Run, devices: int) -> dict[str, Any]:
                 },
             },
         },
-        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": {"model": model}},
+        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": model},
         "data": {
             "class_path": "lightning_automodel.finetuning.TextDataModule",
             "init_args": {"sequence_length": run.sequence_length, "batch_size": run.micro_batch},

@@ -6,7 +6,7 @@
     a collective    latency + (n - 1) / n x bytes / bandwidth of n ranks, twice that for all-reduce
     bandwidth       inside a node, or across: min(inside, all interfaces of a node that the group has)
     step            max(compute, other collectives) + tp and cp collectives and all-to-all
-    MFU             3 x FLOPs of the forward pass / (step x peak); causal attention counts as full
+    MFU             FLOPs, without those again / (step x peak); causal attention counts as full
     cost            devices x price per hour x hours per 10^9 tokens
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lightning_automodel.mesh import AXES, EP, EXPERTS, FLATTENED, MeshSizes
 from lightning_automodel.planner.hardware import Hardware
 from lightning_automodel.planner.play import Run
-from lightning_automodel.planner.watch import FORWARD, HEAD, Collective, Watched
+from lightning_automodel.planner.watch import BACKWARD, FORWARD, HEAD, Collective, Watched
 
 _WAITED_FOR = ("tp", "cp", "cp_tp")
 FORMULA = __doc__.partition("::\n\n")[2].rstrip()
@@ -57,8 +57,12 @@ def tokens_of(run: Run) -> int:
 
 
 def model_flops(watched: Watched) -> int:
-    """Count the FLOPs of a step on this rank without recomputation: a backward pass is two forward passes."""
-    return 3 * (watched.flops[FORWARD] + watched.flops[HEAD])
+    """Count the FLOPs of a step on this rank without recomputation: a backward pass is at most two forward passes.
+
+    It is less where parameters are frozen, or where the loss has made its gradients in the forward pass.
+    """
+    forward = watched.flops[FORWARD] + watched.flops[HEAD]
+    return forward + min(2 * forward, watched.flops[BACKWARD] - watched.recomputed[BACKWARD])
 
 
 def estimate(watched: Watched, run: Run, hardware: Hardware) -> Estimate:

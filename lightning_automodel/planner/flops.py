@@ -195,12 +195,14 @@ def whole_twin(model: nn.Module) -> nn.Module:
     """Build ``model``, which may be sharded and split, once more from its config: whole, on the meta device.
 
     Args:
-        model: from :func:`find_model`. What is frozen there is frozen in the twin.
+        model: from :func:`find_model`. What is frozen there is frozen in the twin, which keeps no keys and values.
     """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+    config = copy.deepcopy(base.config)
+    config.use_cache = config.get_text_config(decoder=True).use_cache = False
     with torch.device("meta"):
-        twin: Any = kind(copy.deepcopy(base.config))
+        twin: Any = kind(config)
         for adapter in getattr(model, "peft_config", {}).values():
             from peft import get_peft_model
 

@@ -101,7 +101,8 @@ def _tiles(found: Plan) -> Iterator[tuple[str, str, str]]:
     yield "MFU", f"{e.mfu:.1%}", "estimated"
     yield "step", f"{e.step:.3f} s", f"{e.tokens:,} tokens"
     yield "cost", f"${e.cost:,.2f}", "per 10\N{SUPERSCRIPT NINE} tokens"
-    yield "parameters", f"{found.parameters / 1e9:.2f} B" if found.parameters >= 1e9 else f"{found.parameters:,}", ""
+    part = f"{found.trainable:,} train" if found.trainable < found.parameters else ""
+    yield "parameters", f"{found.parameters / 1e9:.2f} B" if found.parameters >= 1e9 else f"{found.parameters:,}", part
     yield "rows", f"{run.micro_batch} x {run.sequence_length}", f"tokens{more} x {run.sizes.data} data ranks"
 
 

@@ -9,7 +9,7 @@ With layers of several kinds (dense and mixture-of-experts, full and linear atte
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,17 +45,30 @@ class Kinds:
 
 
 def kinds_of(model: nn.Module) -> Kinds:
-    """Group the blocks of ``model`` by class, shapes of parameters and settings."""
+    """Group the blocks of ``model`` by class, shapes and settings, and by what trains in them and before them."""
     found: dict[Any, list[str]] = {}
     blocks = find_blocks(model)
+    behind = trains_before(model, blocks)
     for name, block in blocks.items():
-        found.setdefault(_signature(block), []).append(name)
+        found.setdefault((_signature(block), behind[name]), []).append(name)
     owners = {name.rpartition(".")[0] for name in blocks}
     return Kinds(list(found.values()), owners.pop() if len(owners) == 1 else None)
 
 
+def trains_before(model: nn.Module, blocks: Iterable[str]) -> dict[str, bool]:
+    """Tell of each block whether anything before it trains: its backward pass then goes on, frozen as it may be."""
+    order = {name: i for i, name in enumerate(blocks)}
+    found, trains, place = {}, False, -1
+    for name, module in model.named_modules():
+        inside = next((block for block in order if name == block or name.startswith(f"{block}.")), None)
+        if inside is not None and order[inside] > place:
+            place, found[inside] = order[inside], trains
+        trains = trains or any(p.requires_grad for p in module.parameters(recurse=False))
+    return found
+
+
 def _signature(block: nn.Module) -> tuple[Any, ...]:
-    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     settings = tuple(
         (name, type(module).__name__, key, value)
         for name, module in block.named_modules()
@@ -132,7 +145,7 @@ def combine(terms: Sequence[tuple[Watched, int]]) -> Watched:
     """Sum what several steps do, each so many times."""
     total = Watched()
     for watched, times in terms:
-        for name in ("counts", "volume", "flops", "traffic", "saved", "parameters"):
+        for name in ("counts", "volume", "flops", "recomputed", "traffic", "saved", "parameters"):
             _add(getattr(total, name), getattr(watched, name), times)
         for place, roles in watched.places.items():
             _add(total.places.setdefault(place, Counter()), roles, times)

@@ -1,6 +1,6 @@
 """Says what a run needs before it is started: from a model's config and a layout to memory, communication and time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
+from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.structure import configs_of_layers, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
 from lightning_automodel.planner.hardware import HARDWARE, Hardware
@@ -35,6 +37,7 @@ class Plan:
         hardware: on what.
         name: of the model's class.
         parameters: of the whole model, tied ones once.
+        trainable: those of them that train.
         watched: memory, collectives and FLOPs of the step.
         basis: how many layers were run to know that.
         estimate: times and cost.
@@ -45,6 +48,7 @@ class Plan:
     hardware: Hardware
     name: str
     parameters: int
+    trainable: int
     watched: Watched
     basis: str
     estimate: Estimate
@@ -89,7 +93,8 @@ def plan(model: str | PreTrainedConfig | nn.Module, run: Run, hardware: Hardware
         run=run,
         hardware=hardware,
         name=type(built).__name__,
-        parameters=sum(p.numel() for p in built.parameters()),
+        parameters=count_weights(built),
+        trainable=count_weights(built, trainable=True),
         watched=watched,
         basis=basis,
         estimate=estimate(watched, run, hardware),
@@ -99,11 +104,16 @@ def plan(model: str | PreTrainedConfig | nn.Module, run: Run, hardware: Hardware
     return found
 
 
-def build(model: str | PreTrainedConfig) -> nn.Module:
+def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str] = ()) -> nn.Module:
     """Make a causal language model, or one that reads images and writes text, on the meta device, from its config.
 
+    Args:
+        model: name or directory of a model, or its config.
+        peft: adapters, as ``CausalLM(peft=...)`` takes them.
+        frozen: patterns of what does not train, as ``CausalLM(freeze=...)`` takes them.
+
     Raises:
-        ValueError: if there is no config of this name, or it belongs to another kind of model.
+        ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers.
     """
     try:
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
@@ -111,7 +121,11 @@ def build(model: str | PreTrainedConfig) -> nn.Module:
         raise ValueError(f"model={model!r} has no config: {str(error).partition(chr(10))[0]}") from error
     config.use_cache = config.get_text_config(decoder=True).use_cache = False
     with torch.device("meta"):
-        return _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
+        built = _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
+        adapted = built if peft is None else add_adapter(built, peft)
+    freeze(adapted, frozen)
+    report_trainable(adapted, f"peft={peft}, freeze={list(frozen)}")
+    return adapted
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

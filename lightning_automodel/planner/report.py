@@ -21,7 +21,8 @@ def describe(found: Plan) -> str:
 
 def _head(found: Plan) -> Iterator[str]:
     run = found.run
-    yield f"{found.name}: {_count(found.parameters)} parameters, precision {run.precision}"
+    part = f", of which {_count(found.trainable)} train" if found.trainable < found.parameters else ""
+    yield f"{found.name}: {_count(found.parameters)} parameters{part}, precision {run.precision}"
     yield f"By rank 0, where {found.basis}"
     rows = f"{run.micro_batch} x {run.sequence_length} tokens"
     more = f" x {run.accumulation} micro-batches" if run.accumulation > 1 else ""

@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedConfig
 
 from lightning_automodel.mesh import AXES, EP, MeshSizes, resolve_sizes
+from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.planner.estimate import estimate
 from lightning_automodel.planner.hardware import Hardware
 from lightning_automodel.planner.layers import combine, extrapolate_each
@@ -42,17 +43,17 @@ class Rejected:
 
 
 def search(
-    model: str | PreTrainedConfig, run: Run, hardware: Hardware, workers: int | None = None
+    model: str | PreTrainedConfig | nn.Module, run: Run, hardware: Hardware, workers: int | None = None
 ) -> tuple[list[Plan], list[Rejected]]:
     """Try the layouts of the world of ``run``, and return those that fit, the fastest first, and the others.
 
     Args:
-        model: name or directory of a model, or its config.
+        model: name or directory of a model, its config, or a model on the meta device.
         run: what all layouts have in common; its own sizes, sequence parallelism, checkpointing and rows are replaced.
         hardware: the devices.
         workers: processes that play; ``None``: one for each CPU of this process.
     """
-    built = build(model)
+    built = model if isinstance(model, nn.Module) else build(model)
     jobs = [(candidate, hardware) for candidate in layouts(run, hardware, has_experts(built))]
     count = workers or len(os.sched_getaffinity(0))
     # Workers inherit the model, and know operations of the first plays in the second ones.
@@ -128,7 +129,8 @@ def _try(job: tuple[Run, Hardware]) -> tuple[list[Plan], list[Rejected]]:
             run=this,
             hardware=hardware,
             name=type(built).__name__,
-            parameters=sum(p.numel() for p in built.parameters()),
+            parameters=count_weights(built),
+            trainable=count_weights(built, trainable=True),
             watched=watched,
             basis=f"{basis}, with one and two rows",
             estimate=estimate(watched, this, hardware),

@@ -66,6 +66,7 @@ class Watched:
         counts: calls of each collective.
         volume: bytes of the whole tensor that each collective gathers, reduces or exchanges, summed over its calls.
         flops: floating-point operations of matrix products and attention, by phase, as torch counts them.
+        recomputed: those of them that repeat a forward pass within the backward pass.
         traffic: bytes that the other operations read and write, by phase.
         places: bytes of each role at the moment with the most memory, by phase and place in it: within the first two
             blocks, the last two, or outside of blocks. In between it is never more than at both ends.
@@ -76,6 +77,7 @@ class Watched:
     counts: Counter[Collective] = field(default_factory=Counter)
     volume: Counter[Collective] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
+    recomputed: Counter[str] = field(default_factory=Counter)
     traffic: Counter[str] = field(default_factory=Counter)
     places: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     saved: Counter[str] = field(default_factory=Counter)
@@ -207,7 +209,10 @@ class Watch(EagerMode):
         if any(isinstance(x, Tensor) and x.device.type == "meta" for x in args):
             return
         if (formula := formula_of(func)) is not None:
-            self.result.flops[self._phase] += self._times * formula(*args, **kwargs, out_val=out)
+            flops = self._times * formula(*args, **kwargs, out_val=out)
+            self.result.flops[self._phase] += flops
+            if self._phase == BACKWARD and torch.is_grad_enabled():  # autograd's own operations note no gradients
+                self.result.recomputed[self._phase] += flops
         elif not func.is_view and not _MOVES_NOTHING.search(name_of_operation(func)):
             moved = [
                 x for x in tree_leaves((args, out)) if isinstance(x, Tensor) and x.device.type == self._device_type

@@ -13,6 +13,7 @@ from lightning_automodel.callbacks import MemoryProfiler, levers, memory
 from lightning_automodel.callbacks.levers import Answer, Lever, Question, answer, ask, variants
 from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.planner import HARDWARE, Run
+from lightning_automodel.planner.plan import build
 from lightning_automodel.testing.pool import Pool
 from tests.callbacks.support import train
 from tests.support.families import tiny_config
@@ -64,7 +65,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
 
 
 QUESTION = Question(
-    tiny_config("llama", vocab_size=1024),
+    build(tiny_config("llama", vocab_size=1024), {"target_modules": "all-linear"}),
     Run(sizes=resolve_sizes(4, tp=2), config=FSDP2Config(), sequence_length=256, micro_batch=2),
     HARDWARE["h100"],
 )

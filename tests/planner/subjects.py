@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallel.fsdp2 import sharding
 from lightning_automodel.planner.experts import dispatch_evenly
+from lightning_automodel.planner.plan import build
 from lightning_automodel.planner.play import Run, batch_of, play, stage
 from lightning_automodel.planner.step import prepare, watched_step
 from lightning_automodel.planner.watch import Watched
@@ -23,15 +24,18 @@ from lightning_automodel.strategies.precision import FSDP2Precision
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, sizes of the mesh, switches, the rest of a run, and whether the model is a mixture of experts."""
+    """Ranks, sizes of the mesh, switches, the rest of a run, whether the model has experts, and what trains of it."""
 
     ranks: int
     sizes: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     experts: bool = False
+    peft: dict[str, Any] | None = None
+    freeze: tuple[str, ...] = ()
 
 
+LORA = {"r": 4, "target_modules": "all-linear"}
 LAYOUTS = {
     "dp2": Layout(2, {}),
     "dp2-accumulated": Layout(2, {}, run={"accumulation": 3, "precision": "32-true"}),
@@ -44,12 +48,16 @@ LAYOUTS = {
     "dp4-ep2": Layout(4, {"ep": 2}, {"expert_dispatcher": dispatch_evenly}, experts=True),
     "dp2-tp2-ep2": Layout(4, {"tp": 2, "ep": 2}, {"expert_dispatcher": dispatch_evenly}, experts=True),
     "cp2-tp2-sequence": Layout(4, {"cp": 2, "tp": 2}, {"sequence_parallel": True}),
+    "dp2-lora": Layout(2, {}, {"activation_checkpointing": True}, peft=LORA),
+    "tp2-lora": Layout(2, {"tp": 2}, {"sequence_parallel": True, "chunked_loss": 16}, peft=LORA),
+    "dp2-lora-bf16": Layout(2, {}, run={"precision": "bf16-true"}, peft={"target_modules": ["q_proj", "down_proj"]}),
+    "dp2-frozen": Layout(2, {}, freeze=("model.embed_tokens", "model.layers.[01].*")),
 }
 
 
-def model_on_meta(layers: int = 3) -> nn.Module:
-    """A Llama with fewer heads of keys than of queries, on the meta device."""
-    config = LlamaConfig(
+def llama(layers: int) -> PreTrainedConfig:
+    """A Llama with fewer heads of keys than of queries."""
+    return LlamaConfig(
         hidden_size=64,
         intermediate_size=160,
         num_hidden_layers=layers,
@@ -57,15 +65,12 @@ def model_on_meta(layers: int = 3) -> nn.Module:
         num_key_value_heads=4,
         head_dim=8,
         vocab_size=254,
-        use_cache=False,
     )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
 
 
-def experts_on_meta() -> nn.Module:
-    """A mixture of eight experts, on the meta device."""
-    config = Qwen3MoeConfig(
+def mixture() -> PreTrainedConfig:
+    """A mixture of eight experts."""
+    return Qwen3MoeConfig(
         hidden_size=64,
         moe_intermediate_size=32,
         num_hidden_layers=3,
@@ -75,10 +80,12 @@ def experts_on_meta() -> nn.Module:
         vocab_size=254,
         num_experts=8,
         num_experts_per_tok=2,
-        use_cache=False,
     )
-    with torch.device("meta"):
-        return Qwen3MoeForCausalLM(config)
+
+
+def model_on_meta(layout: Layout = LAYOUTS["dp2"], layers: int = 3) -> nn.Module:
+    """The model of a layout, on the meta device."""
+    return build(mixture() if layout.experts else llama(layers), layout.peft, layout.freeze)
 
 
 def run_of(layout: Layout) -> Run:
@@ -90,7 +97,7 @@ def run_of(layout: Layout) -> Run:
 def play_layout(layout: Layout, rank: int = 0) -> Watched:
     run = run_of(layout)
     with stage(run, rank) as mesh:
-        return play(experts_on_meta() if layout.experts else model_on_meta(), run, mesh)
+        return play(model_on_meta(layout), run, mesh)
 
 
 @dataclass
@@ -107,23 +114,24 @@ def run_really(name: str) -> Real:
     """Take three steps on this rank: the second is watched; in the third, torch's own hooks and debugger count."""
     layout = LAYOUTS[name]
     run, precision = run_of(layout), FSDP2Precision(layout.run.get("precision", "bf16-mixed"))
-    mesh, model = build_mesh(run.sizes, "cpu"), experts_on_meta() if layout.experts else model_on_meta()
+    mesh, model = build_mesh(run.sizes, "cpu"), model_on_meta(layout)
     # As on a GPU: torch's own collectives, from no kept memory.
     with mock.patch.object(sharding, "communicate_over_gloo"):
-        parallelize(model, mesh, run.config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
+        base = model.get_base_model() if layout.peft else model  # type: ignore[operator]
+        parallelize(base, mesh, run.config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.constant_(tensor.to_local() if isinstance(tensor, DTensor) else tensor, 0.01)
     model.train()
-    optimizer = run.optimizer(model.parameters())
+    optimizer = run.optimizer(p for p in model.parameters() if p.requires_grad)
     prepare(model, optimizer)
     step = {"accumulation": run.accumulation, "clips": run.clips, "defers": run.config.defer_fsdp_grad_sync}
     watched_step(model, optimizer, batch_of(run), mesh, **step)
     watched = watched_step(model, optimizer, batch_of(run), mesh, **step)
     own = {
-        "parameters": _bytes([*model.parameters(), *model.buffers()]),
-        "gradients": _bytes([p.grad for p in model.parameters()]),
-        "optimizer": _bytes([x for state in optimizer.state.values() for x in state.values()]),
+        "parameters": bytes_of([*model.parameters(), *model.buffers()]),
+        "gradients": bytes_of([p.grad for p in model.parameters()]),
+        "optimizer": bytes_of([x for state in optimizer.state.values() for x in state.values()]),
     }
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         watched_step(model, optimizer, batch_of(run), mesh, **step)
@@ -149,6 +157,7 @@ def _saved(model: nn.Module, batch: dict[str, Tensor]) -> int:
     return total
 
 
-def _bytes(tensors: list[Any]) -> int:
+def bytes_of(tensors: list[Any]) -> int:
+    """Bytes of what a rank holds of tensors; shared memory once."""
     locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_}.values())

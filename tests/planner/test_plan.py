@@ -1,5 +1,6 @@
 """The plan as a user gets it: of large models by few layers, as text, from the command, and as a search."""
 
+import copy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning_automodel import FSDP2Config
 from lightning_automodel.cli import main
 from lightning_automodel.loss import vocab_parallel
 from lightning_automodel.mesh import EXPERTS, axis, names_of_axes, resolve_sizes
-from lightning_automodel.planner.estimate import bandwidth, ranks_of
+from lightning_automodel.planner.estimate import bandwidth, model_flops, ranks_of
 from lightning_automodel.planner.hardware import HARDWARE, find_hardware
 from lightning_automodel.planner.layers import extrapolate
 from lightning_automodel.planner.plan import Plan, build, plan
@@ -34,12 +35,33 @@ searching = sys.modules[search.__module__]
 def test_few_layers_tell_what_many_do(name: str) -> None:
     run = replace(run_of(LAYOUTS[name]), device_type="cuda")
     with stage(run) as mesh:
-        whole = play(model_on_meta(9), run, mesh)
-        few, basis = extrapolate(model_on_meta(9), lambda cut: play(cut, run, mesh))
+        whole = play(model_on_meta(layers=9), run, mesh)
+        few, basis = extrapolate(model_on_meta(layers=9), lambda cut: play(cut, run, mesh))
     assert basis == "4 of 9 layers were run, and one more of each kind"
     for what in ("counts", "volume", "flops", "traffic", "saved", "parameters"):
         assert getattr(few, what) == getattr(whole, what), what
     assert {p: roles.total() for p, roles in few.peaks.items()} == {p: r.total() for p, r in whole.peaks.items()}
+
+
+TRAINS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "in the middle": (None, ("model.embed_tokens", "model.layers.[0126789].*", "model.layers.1[0-9].*")),
+    "adapters of two layers": ({"target_modules": ["q_proj"], "layers_to_transform": [6, 7]}, ()),
+}
+
+
+@pytest.mark.parametrize("name", with_long(TRAINS, "in the middle"))
+def test_frozen_layers_behind_those_that_train_are_of_another_kind(name: str) -> None:
+    """The backward pass goes through them; it never comes to frozen layers before."""
+    run = replace(run_of(LAYOUTS["dp2"]), device_type="cuda", config=FSDP2Config(activation_checkpointing=True))
+    config = tiny_config("llama", num_hidden_layers=16)
+    model = build(config, *TRAINS[name])
+    with stage(run) as mesh:
+        whole = play(copy.deepcopy(model), run, mesh)
+        few, _ = extrapolate(model, lambda cut: play(cut, run, mesh))
+    for what in ("counts", "volume", "flops", "recomputed", "traffic", "saved", "parameters"):
+        assert getattr(few, what) == getattr(whole, what), what
+    assert {p: roles.total() for p, roles in few.peaks.items()} == {p: r.total() for p, r in whole.peaks.items()}
+    assert model_flops(few) < 3 * (few.flops["forward"] + few.flops["head and loss"])
 
 
 @pytest.mark.long
@@ -157,7 +179,7 @@ def test_the_command_reads_what_a_run_prints_of_itself(
         },
         "model": {
             "class_path": "lightning_automodel.finetuning.CausalLM",
-            "init_args": {"model": str(model_folder), "peft": {"r": 4}, "freeze": None},
+            "init_args": {"model": str(model_folder), "peft": {"r": 4}, "freeze": ["model.layers.0.*"]},
         },
     }
     path = tmp_path / "run.yaml"
@@ -165,16 +187,19 @@ def test_the_command_reads_what_a_run_prints_of_itself(
     main(["plan", f"--config={path}"])
     text = capsys.readouterr().out
     assert "4 ranks on 1 node" in text
-    assert "sets peft, which is not planned" in " ".join(text.split())
     assert "reduce_scatter  tp" in text
+    assert "self_attn.q_proj.lora_A.default.weight" in text
+    assert " train, precision bf16-mixed" in text
 
 
 @pytest.mark.long
 def test_the_command_reads_and_writes_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model_folder.parent / "run.yaml"
-    main(["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", f"--write={path}"])
+    adapters = ["--peft.r=4", "--peft.target_modules=all-linear"]
+    main(["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", f"--write={path}", *adapters])
     first = capsys.readouterr().out
     told = yaml.safe_load(path.read_text())
+    assert told["model"]["init_args"]["peft"] == {"r": 4, "target_modules": "all-linear"}
     assert told["trainer"]["strategy"]["init_args"]["tp"] == 2
     main(["plan", f"--config={path}"])
     assert capsys.readouterr().out == first.partition("The run is written")[0]
@@ -196,6 +221,10 @@ def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture
             "nothing can be written there",
         ),
         ([f"--model={model_folder.parent}", "--world=6"], "has no config"),
+        ([f"--model={model_folder}", "--world=6", "--peft.rank=4"], "LoraConfig has no rank"),
+        ([f"--model={model_folder}", "--world=6", "--peft.target_modules=[query]"], "'query' match nothing"),
+        ([f"--model={model_folder}", "--world=6", "--freeze=[layer.*]"], "freeze='layer.*' matches no parameter"),
+        ([f"--model={model_folder}", "--world=6", "--freeze=[model, lm_head]"], "no parameter trains with"),
     ):
         with pytest.raises(SystemExit):
             main(["plan", *args])

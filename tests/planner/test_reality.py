@@ -34,6 +34,8 @@ LONG = (
     "dp4-ep2",
     "cp2-tp2-sequence",
     "dp2-tp2-ep2",
+    "dp2-lora-bf16",
+    "dp2-frozen",
 )
 
 
