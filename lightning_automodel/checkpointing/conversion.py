@@ -18,6 +18,7 @@ from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.hugging_face.adapters import (
     merged,
     tensors_of_base,
+    warn_of_what_is_not_merged,
     warn_of_what_stays_behind,
     with_adapters,
     write_adapters,
@@ -195,6 +196,7 @@ def _export_adapters(
         warn_of_what_stays_behind(model, description, stored)  # what is as in files is in no checkpoint
         write_adapters(model, description, fetch, directory)
         return
+    warn_of_what_is_not_merged(description)
     base = tensors_of_base(description.source, description.build(), dtype)
     fetch_merged = merged(model, fetch)
     with without_wrappers(model):

@@ -13,6 +13,7 @@ from lightning_automodel.checkpointing.hugging_face.adapters import (
     check_exportable,
     check_mergeable,
     merged,
+    warn_of_what_is_not_merged,
     warn_of_what_stays_behind,
     with_adapters,
     write_adapters,
@@ -108,7 +109,8 @@ def write_adapted(
         )
     state = model.state_dict(keep_vars=True)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    (description,) = descriptions_of({DESCRIPTIONS: describe_models(module)})
+    found = descriptions_of({DESCRIPTIONS: describe_models(module)})  # beside it a teacher, a reward model
+    description = next(each for each in found if module.get_submodule(each.name) is model)
     twin = with_adapters(description)
     if not merge:
         if is_writer:
@@ -116,6 +118,8 @@ def write_adapted(
             warn_of_what_stays_behind(twin, description, set(state) - as_in_files)
         write_adapters(twin, description, lambda name: _whole(state[name]), directory if is_writer else None)
         return
+    if is_writer:
+        warn_of_what_is_not_merged(description)
     fetch = merged(twin, lambda name: _whole(state[name]))
     with without_wrappers(twin):
         write_pretrained(twin, fetch, directory if is_writer else None, dtype=dtype, max_shard_size=max_shard_size)

@@ -51,9 +51,9 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def logits_of(directory: Path) -> Tensor:
+def logits_of(directory: Path, **arguments: Any) -> Tensor:
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(directory)(IDS).logits
+        return AutoModelForCausalLM.from_pretrained(directory, **arguments)(IDS).logits
 
 
 def test_adapters_are_added_in_the_digits_of_the_run(base: Path, tmp_path: Path) -> None:
@@ -107,3 +107,50 @@ def test_a_base_is_not_taken_for_the_reference_beside_it(base: Path, tmp_path: P
     whole = Preferring(base)
     make_trainer({}, max_steps=2).fit(whole, batches(1))
     assert module.losses + resumed.losses == whole.losses
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_adapted_model_is_written_beside_a_reference(base: Path, tmp_path: Path, merge: bool) -> None:
+    """It ended, behind all of the training, in "too many values to unpack"."""
+    module, directory = Preferring(base), tmp_path / "out"
+    exporter = HuggingFaceExport(str(directory), merge=merge)
+    make_trainer({}, max_steps=1, callbacks=[exporter]).fit(module, batches(1))
+    with torch.no_grad():
+        expected = module.model.eval()(IDS).logits
+    torch.testing.assert_close(logits_of(directory, dtype=torch.float32), expected, rtol=0, atol=2e-6)
+
+
+# ---- several adapters ------------------------------------------------------------------------------------------------
+
+
+class Several(Adapted):
+    """Trains one adapter per step; that of the last one stays in use."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+            self.model.add_adapter("other", config)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.model.set_adapter(["default", "other"][batch_idx % 2])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for n, p in self.named_parameters() if "lora_" in n], lr=0.1)
+
+
+def test_adapters_that_are_not_merged_are_named(base: Path, tmp_path: Path) -> None:
+    """Those of the policy were left out without a word where a reference was the last to be used."""
+    module, said = Several(base), r"in use in the end: 'other', without 'default'\. For others call set_adapter"
+    exporter = HuggingFaceExport(str(tmp_path / "a"), merge=True)
+    trainer: L.Trainer = make_trainer({}, max_steps=2, callbacks=[exporter])
+    with pytest.warns(UserWarning, match=said):
+        trainer.fit(module, batches(1))
+    trainer.save_checkpoint(tmp_path / "1.ckpt")
+    with pytest.warns(UserWarning, match=said):
+        export(str(tmp_path / "1.ckpt"), str(tmp_path / "b"), merge=True)
+    with torch.no_grad():
+        expected = module.model.eval()(IDS).logits
+    for directory in "ab":
+        torch.testing.assert_close(logits_of(tmp_path / directory), expected, rtol=0, atol=2e-6)

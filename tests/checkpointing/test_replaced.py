@@ -18,15 +18,18 @@ class Replaced(Recorder):
     """Another run saves under the name of the checkpoint between two reads of it."""
 
     path: Path
-    other: Path
+    other: Path | None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Runs when all but tensors has been read."""
         if dist.get_rank() == 0:
-            Location.of(self.other).swap(Location.of(self.path))
+            if self.other is None:
+                Location.of(self.path).remove()
+            else:
+                Location.of(self.other).swap(Location.of(self.path))
 
 
-def load_while_replaced(folder: Path) -> str:
+def load_while_replaced(folder: Path, is_deleted: bool) -> str:
     """Runs on each rank."""
     paths = [folder / f"{count}.ckpt" for count in (1, 2)]
     for count, path in enumerate(paths, 1):
@@ -34,15 +37,16 @@ def load_while_replaced(folder: Path) -> str:
         trainer.fit(Recorder(), batches(world_size()))
         trainer.save_checkpoint(path)
     module = Replaced()
-    module.path, module.other = paths
+    module.path, module.other = paths[0], None if is_deleted else paths[1]
     with pytest.raises((RuntimeError, ValueError)) as caught:
         make_trainer(FSDP2TPStrategy(), max_steps=4).fit(module, batches(world_size()), ckpt_path=paths[0])
     return str(caught.value)
 
 
-def test_checkpoint_that_another_run_replaces_while_it_is_loaded(tmp_path: Path, pool2: Pool) -> None:
-    """The step of one checkpoint met the weights of another."""
-    for message in pool2.run(load_while_replaced, tmp_path, trainer=True):
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_checkpoint_that_another_run_replaces_while_it_is_loaded(tmp_path: Path, pool2: Pool, is_deleted: bool) -> None:
+    """The step of one checkpoint met the weights of another; one that was deleted ended in an assertion of torch's."""
+    for message in pool2.run(load_while_replaced, tmp_path, is_deleted, trainer=True):
         assert f"{tmp_path / '1.ckpt'} was replaced or deleted while it was loaded" in message
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_automodel.checkpointing.files.dcp_files import Reader, Writer
-from lightning_automodel.checkpointing.files.integrity import Sums, edition_of
+from lightning_automodel.checkpointing.files.integrity import Sums, check_edition, edition_of
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.unread import ReadWhenUsed
 from lightning_automodel.distributed.boxes import Box
@@ -155,7 +155,8 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
 
     Raises:
         ValueError: if the shapes of a pair differ.
-        RuntimeError: on every rank, if a folder cannot be read, or is another one than when its table was read.
+        RuntimeError, ValueError: on every rank, if a folder cannot be read, or is another one than when its table was
+            read.
     """
     waiting: list[tuple[Tensor, StoredTensor]] = []
     for target, source in pairs:
@@ -169,8 +170,16 @@ def fetch(pairs: list[tuple[Tensor, StoredTensor | Tensor]]) -> None:
         for folder in sorted(editions, key=str):
             wanted = {source.key: target for source, target in turn.items() if source.folder == folder}
             with _ordinary_errors():
-                dcp.load(wanted, storage_reader=Reader(folder, editions[folder]), planner=_BoxReader())
+                _load(wanted, Reader(folder, editions[folder]))
         waiting = [(target, source) for target, source in waiting if turn[source] is not target]
+
+
+def _load(values: Tree, reader: Reader) -> None:
+    try:
+        dcp.load(values, storage_reader=reader, planner=_BoxReader())
+    except dcp.CheckpointException:
+        check_edition(reader.folder, reader.edition)  # in the place of an error that follows from it
+        raise
 
 
 def _read_objects(reader: Reader, keys: list[str], weights_only: bool | None) -> Tree:

@@ -122,6 +122,20 @@ def warn_of_what_stays_behind(model: PreTrainedModel, description: Description, 
         )
 
 
+def warn_of_what_is_not_merged(description: Description) -> None:
+    """Warn of adapters that a merged model goes without: those that were not in use, be it for a moment only."""
+    left = [name for name in description.adapters if name not in description.active]
+    if left:
+        names = ", ".join(map(repr, description.active)) or "none"
+        warnings.warn(
+            f"merge: of {len(description.adapters)} adapters those are added that were in use in the end: {names}, "
+            f"without {', '.join(map(repr, left))}. For others call set_adapter(NAME) before the checkpoint (in "
+            "on_train_end, say), or export without merge, and use "
+            "PeftModel.from_pretrained(base, its directory).merge_and_unload()",
+            stacklevel=2,
+        )
+
+
 def _of_adapter(model: PreTrainedModel, adapter: str) -> Iterator[str]:
     """Yield the names of an adapter's parameters, and of biases of the base that it may have trained."""
     from peft import get_peft_model_state_dict

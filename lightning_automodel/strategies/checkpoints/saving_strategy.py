@@ -32,6 +32,7 @@ from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out_of
 from lightning_automodel.parallel.guards.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
+from lightning_automodel.strategies.checkpoints.adapters_in_use import IN_USE, AdaptersInUse
 from lightning_automodel.strategies.checkpoints.bases import FrozenBases
 from lightning_automodel.strategies.checkpoints.newest import Replacement
 from lightning_automodel.strategies.checkpoints.own_loading import load_through
@@ -43,7 +44,7 @@ from lightning_automodel.strategies.mesh import OnMesh
 from lightning_automodel.strategies.metric_states import combined_states, leave_to_first_rank
 from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
 
-OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED)
+OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED, IN_USE)
 """What a checkpoint of ours holds beside Lightning's."""
 
 _ON_ALL_RANKS = (
@@ -68,6 +69,7 @@ class SavingStrategy(OnMesh):
         self._replacement = Replacement()
         self._seen = SeenSamples()
         self._bases = FrozenBases()
+        self._adapters = AdaptersInUse()
 
     def choose_checkpoints(self, distributed: bool, in_background: bool, skips_damaged: bool) -> None:
         """Choose folders or plain files, whether training goes on while a folder is written, and what "last" means.
@@ -123,15 +125,17 @@ class SavingStrategy(OnMesh):
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:  # an error may leave a step half done
             self.check_replicas(self._module)
             warn_of_buffers_apart(self._module, self.data_group)
+        is_done_anew = self._module.automatic_optimization and is_within_batch(self._trainer)
         added = {
             DESCRIPTIONS: describe_models(self._module),
             RANDOM_NUMBERS: self._draws.state(),
             SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
             **trained_parameters(self._module, self._callbacks),
             **monitored_numbers(self._trainer),
+            **self._adapters.entry(is_passing=is_done_anew or self._trainer.validating),
         }
         checkpoint = {**checkpoint, **added}
-        if self._module.automatic_optimization and is_within_batch(self._trainer) and "loops" in checkpoint:
+        if is_done_anew and "loops" in checkpoint:
             warn_of_loaders_ahead(training_loader(self._trainer))
             checkpoint["loops"] = loops_before_step(self._trainer, checkpoint["loops"])
         elif "optimizer_states" in checkpoint and self._is_within_step():
@@ -257,8 +261,13 @@ class SavingStrategy(OnMesh):
         self._draws.restore(self._own)
 
     def choose_trained(self) -> None:
-        """Freeze and thaw what a callback had, when the checkpoint was saved. When training starts."""
+        """Freeze and thaw what a callback had, and use the adapters of then, when training starts."""
         restore_trained(self._module, self._callbacks, self._own.pop(TRAINED, None))
+        self._adapters.restore(self._own.pop(IN_USE, None))
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._adapters.note_batch()
 
     def go_on_monitoring(self) -> None:
         """Go on with the numbers that schedules monitored when the checkpoint was saved. When training starts."""
