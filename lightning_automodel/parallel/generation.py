@@ -17,8 +17,8 @@ recording) waits until no rank is amid tokens::
     GPU 1     ~         b b b     b1        b2        ~: gathers them, and computes nothing
 
 A model whose ``generate`` lets models inside of it generate (BLIP-2 its language model, CSM a second decoder for each
-of its own tokens) votes for the one whose token is next: fillers are of that one. What such code reads of the parameters
-that its model holds itself (learned queries) is whole.
+of its own tokens) votes for the one whose token is next: fillers are of that one. What such code reads of the
+parameters that its model holds itself (learned queries) is whole.
 """
 
 from collections.abc import Callable, Generator
