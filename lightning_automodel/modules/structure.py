@@ -192,7 +192,12 @@ def text_config(model: nn.Module) -> Any:
     config.
     """
     config = getattr(model, "config", None)
-    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    if config is None or not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # it has several: one that reads text, and one of what it writes (MusicGen)
+        return config.get_text_config(decoder=True)
 
 
 def configs_of_layers(config: Any) -> list[Any]:

@@ -15,6 +15,10 @@ recording) waits until no rank is amid tokens::
               pass 1    pass 2    pass 3    pass 4
     GPU 0     image     a a a     a1        ~         image: a tower, of parameters that the root gathers
     GPU 1     ~         b b b     b1        b2        ~: gathers them, and computes nothing
+
+A model whose ``generate`` lets models inside of it generate (BLIP-2 its language model, CSM a second decoder for each
+of its own tokens) votes for the one whose token is next: fillers are of that one. What such code reads of the
+parameters that its model holds itself (learned queries) is whole.
 """
 
 from collections.abc import Callable, Generator
@@ -32,7 +36,7 @@ from transformers import GenerationMixin
 
 from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
-from lightning_automodel.parallel.lone_parts import gather_only, parts_of
+from lightning_automodel.parallel.lone_parts import gather_only, own_parameters_whole, parts_of
 
 _ROOT = "_model_that_generates_in_step"
 _ENCODED = ("encoder_outputs", "attention_mask")
@@ -82,9 +86,9 @@ def _in_step(generate: Callable[..., Any], data: DeviceMesh, fills_towers: bool)
             with _generating[-1].tokens_of(self):
                 return generate(self, *args, **kwargs)
         rounds = _Rounds(vars(self)[_ROOT], data, fills_towers)
-        with rounds.tokens_of(self), rounds.parts():
+        with own_parameters_whole(self), rounds.tokens_of(self), rounds.parts():
             output = generate(self, *args, **kwargs)
-        rounds.end(self)
+        rounds.end()
         return output
 
     return generate_together
@@ -102,9 +106,11 @@ class _Rounds:
     def __init__(self, root: nn.Module, data: DeviceMesh, fills_towers: bool) -> None:
         self.modules: list[nn.Module] = []
         self.root, self._data, self._fills_towers = root, data, fills_towers
+        self._all = [module for module in root.modules() if isinstance(module, GenerationMixin)]
+        self._next: nn.Module = self._all[0]  # whose token this round is
         self._runs: nn.Module | None = None  # what a round of this rank is within
         self._has_begun = False
-        self._last: dict[str, Any] = {}
+        self._last: dict[nn.Module, dict[str, Any]] = {}
         self._encode: Callable[[], Any] = partial(gather_only, root)
 
     @cached_property
@@ -140,19 +146,19 @@ class _Rounds:
                 stack.callback(part.register_forward_hook(self._end_pass, always_call=True).remove)
             yield
 
-    def end(self, module: nn.Module) -> None:
+    def end(self) -> None:
         """Go through rounds of other ranks until there are none."""
         while (kind := self._agree(None)) is not None:
-            self._fill(kind, module)
+            self._fill(kind)
 
     def _begin_token(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._runs is not None:
             return
-        if self._has_begun:
-            self._vote(_Kind.TOKEN)
+        if self._has_begun and len(self._all) == 1:
+            self._vote(_Kind.TOKEN, module)
         else:
-            self._await(_Kind.TOKEN, _Kind.FIRST_TOKEN, module)
-        self._last = {name: kwargs[name] for name in (*_ENCODED, "decoder_input_ids") if name in kwargs}
+            self._await(_Kind.TOKEN, _Kind.TOKEN if self._has_begun else _Kind.FIRST_TOKEN, module)
+        self._last[module] = {name: kwargs[name] for name in (*_ENCODED, "decoder_input_ids") if name in kwargs}
         self._runs, self._has_begun = module, True
 
     def _begin_part(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -170,17 +176,20 @@ class _Rounds:
             self._runs = None
 
     def _await(self, kind: _Kind, vote: _Kind, module: nn.Module) -> None:
-        """Go through rounds of other ranks until there is one of ``kind``."""
-        while (other := self._agree(vote)) != kind:
-            self._fill(other, module)
+        """Go through rounds of other ranks until there is one of ``kind``, and of ``module`` if that is a token."""
+        while (other := self._agree(vote, module)) != kind or (kind is _Kind.TOKEN and self._next is not module):
+            self._fill(other)
 
-    def _agree(self, kind: _Kind | None) -> _Kind | None:
+    def _agree(self, kind: _Kind | None, module: nn.Module | None = None) -> _Kind | None:
         """Vote, and read what this round is; ``None``: all ranks have ended."""
-        votes = self._vote(kind).tolist()
+        votes = self._vote(kind, module).tolist()
         first = next((kind for kind in _Kind if votes[kind]), None)
         if first is _Kind.TOWER and not self._fills_towers:
             self._refuse_few(round(votes[first]))  # no rank runs without having read this
-        return _Kind.TOKEN if first is _Kind.FIRST_TOKEN else first
+        if first not in (_Kind.TOKEN, _Kind.FIRST_TOKEN):
+            return first
+        self._next = next(m for m, asked in zip(self._all, votes[len(_Kind) :], strict=True) if asked)
+        return _Kind.TOKEN
 
     def _refuse_few(self, encoding: int) -> None:
         ranks = self._data.size(self._data.ndim - 1)
@@ -192,16 +201,20 @@ class _Rounds:
                 "FSDP2TPStrategy with tower_policy='root', or zero_dp_strategy=2"
             )
 
-    def _vote(self, kind: _Kind | None) -> torch.Tensor:
-        votes = torch.zeros(len(_Kind), device=self._data.device_type)  # not a copy from the host, which would wait
+    def _vote(self, kind: _Kind | None, module: nn.Module | None = None) -> torch.Tensor:
+        """Count the ranks that want each kind, and behind those the ones that want a token of each module."""
+        count = len(_Kind) + len(self._all)
+        votes = torch.zeros(count, device=self._data.device_type)  # not a copy from the host, which would wait
         if kind is not None:
             votes[kind].fill_(1)
+        if kind in (_Kind.TOKEN, _Kind.FIRST_TOKEN):
+            votes[len(_Kind) + next(i for i, m in enumerate(self._all) if m is module)].fill_(1)
         dist.all_reduce(votes, group=self._data.get_group(self._data.ndim - 1))
         return votes
 
-    def _fill(self, kind: _Kind | None, module: nn.Module) -> None:
+    def _fill(self, kind: _Kind | None) -> None:
         """Run what gathers as the round of other ranks does, and leaves no trace."""
-        self._runs = module
+        module = self._runs = self._next
         unseen = without_hooks_of_users(self.root.modules())
         with torch.no_grad(), _evaluating(self.root), unseen:
             if kind is _Kind.TOKEN:
@@ -213,11 +226,16 @@ class _Rounds:
         self._runs = None
 
     def _least_inputs(self, module: Any) -> dict[str, Any]:
-        """Make those of one token: a decoder's alone, or behind what the encoder has said of this rank's samples."""
+        """Make those of a token: a decoder's alone, or behind what the encoder has said of this rank's samples.
+
+        A decoder within a decoder begins with a place for what the other one gives, and reads a token behind it.
+        """
         if not module.config.is_encoder_decoder:
-            return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=module.device)}
-        ids = self._last["decoder_input_ids"][..., -1:]
-        return {**{name: self._last.get(name) for name in _ENCODED}, "decoder_input_ids": torch.zeros_like(ids)}
+            count = 1 if module is self._all[0] else 2
+            return {"input_ids": torch.zeros(1, count, dtype=torch.long, device=module.device)}
+        last = self._last[module]
+        ids = torch.zeros_like(last["decoder_input_ids"][..., -1:])
+        return {**{name: last.get(name) for name in _ENCODED}, "decoder_input_ids": ids}
 
 
 def _refuse_two_models(module: nn.Module) -> None:

@@ -10,9 +10,11 @@ the decoder without its head, or the head. Parts are what stands outside of bloc
 much, and each of it would ask in each pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_automodel.modules.forward import wrap_forward
@@ -50,8 +52,32 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 def gather_only(model: nn.Module) -> None:
     """Call ``model`` with nothing in the place of its forward pass: its hooks run."""
-    model.__dict__[_INSTEAD] = lambda: None
-    model()
+    _run_inside(model, lambda: None)
+
+
+def _run_inside(model: nn.Module, function: Callable[[], Any]) -> Any:
+    model.__dict__[_INSTEAD] = function
+    with without_hooks_of_users([model]):  # it is not called by its user
+        return model()
+
+
+@contextmanager
+def own_parameters_whole(module: nn.Module) -> Generator[None, None, None]:
+    """Let code of ``module`` outside of forward passes read the parameters that it holds itself as those passes do.
+
+    They are copies: nothing that needs a gradient runs within this context. All ranks enter it together.
+    """
+    model, names = vars(module).get(_MODEL, module), [name for name, _ in module.named_parameters(recurse=False)]
+    copies: dict[str, Any] = {}
+    if names and parts_of(model):
+        with torch.no_grad():
+            _run_inside(model, lambda: copies.update({name: getattr(module, name).clone() for name in names}))
+        vars(module).update(copies)  # before its parameters, which hooks change meanwhile
+    try:
+        yield
+    finally:
+        for name in copies:
+            vars(module).pop(name, None)
 
 
 def is_called_alone(block: nn.Module) -> bool:

@@ -109,6 +109,10 @@ def _plan(
     told = {**read, **given, "switches": {**read["switches"], **(switches or {})}}
     if "model" not in told or "world" not in told:
         raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
+    if told["world"] < 1:
+        raise ValueError(
+            f"world={told['world']} is no number of processes; give devices x nodes of the run, at least 1"
+        )
     hardware, run = find_hardware(gpu, price), _run_of(told)
     for setting, path in (("--write", write), ("--html", html)):
         if path is not None:

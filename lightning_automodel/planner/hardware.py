@@ -67,10 +67,14 @@ def find_hardware(name: str, price: float | None = None) -> Hardware:
     """Return the device of this name, at another ``price`` if one is given.
 
     Raises:
-        ValueError: for a name that is not known.
+        ValueError: for a name that is not known, and a price below 0.
     """
     if name not in HARDWARE:
         raise ValueError(f"gpu={name!r} is not known; use one of {', '.join(HARDWARE)}")
+    if price is not None and not 0 <= price < float("inf"):
+        raise ValueError(
+            f"price={price} is not US dollars per device and hour; give a number from 0 on, or leave it out"
+        )
     return HARDWARE[name] if price is None else replace(HARDWARE[name], price=price)
 
 

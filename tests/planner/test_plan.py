@@ -208,6 +208,8 @@ def test_the_command_reads_and_writes_a_run(model_folder: Path, capsys: pytest.C
 def test_mistakes_are_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for args, message in (
         (["--world=6"], "plan needs --model"),
+        ([f"--model={model_folder}", "--world=0"], "world=0 is no number of processes"),
+        ([f"--model={model_folder}", "--world=2", "--price=-1"], "price=-1.0 is not US dollars"),
         ([f"--model={model_folder}", "--world=6", "--tp=4"], "does not divide the 6 processes"),
         ([f"--model={model_folder}", "--world=6", "--tp=3"], "tp=3 does not fit"),
         ([f"--model={model_folder}", "--world=6", "--tpp=3"], "tpp"),

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers import CsmConfig, CsmForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.families import tiny_model
 from tests.support.images import Inputs, find_inputs
 from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
 from tests.support.training import Recorder, batches, make_trainer
 
 WINDOW = 60
@@ -103,3 +104,66 @@ def test_towers_that_are_gathered_by_layers_want_images_on_all(layout: str, pool
     switches = {"config": FSDP2Config(tower_policy="per_layer")} if layout == "fsdp2-dp2" else {}
     with pytest.raises(RankFailed, match=r"1 of 2 data ranks encode images or sounds in generate of Llava"):
         pool2.run(asked, "llava", layout, find_inputs(tiny_model("llava")), switches, trainer=True)
+
+
+def tiny_csm() -> nn.Module:
+    """For each token of its own a second decoder generates two."""
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    codes: dict[str, Any] = {"num_codebooks": 3, "vocab_size": 32, "intermediate_size": 32, **heads}
+    ids = dict(zip(("codebook_eos", "eos", "bos", "audio", "audio_eos"), range(1, 6), strict=True))
+    codec = {"num_hidden_layers": 1, "num_filters": 2, "hidden_size": 16, "upsample_groups": 16, "codebook_size": 32}
+    sizes = {"codebook_dim": 8, "vector_quantization_hidden_dimension": 8, "num_quantizers": 3, "head_dim": 8}
+    parts = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16, "upsampling_ratios": [2, 2]}
+    config = CsmConfig(
+        text_vocab_size=61,
+        hidden_size=24,
+        depth_decoder_config={**codes, "hidden_size": 16, "backbone_hidden_size": 24},
+        codec_config={"model_type": "mimi", **codec, **sizes, **parts},
+        **codes,
+        **{f"{name}_token_id": value for name, value in ids.items()},
+        pad_token_id=0,
+        codebook_pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return CsmForConditionalGeneration(config)
+
+
+class Nested(Asked):
+    """Lets the models that its own generates with say more on one data rank than on the other."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            made = [tiny_csm() if self.asks[0] == "csm" else tiny_model(self.asks[0]) for _ in range(2)]
+            for parameter in (p for model in made for p in model.parameters() if p.ndim > 1):
+                generator = torch.Generator().manual_seed(parameter.numel())
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+            self.model, self.wholes = made[0], made[1:]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        rank = self.trainer.strategy.data_rank  # type: ignore[attr-defined]
+        found, expected = (self.answer(model, batch[0], 2 + 2 * rank) for model in (self.model, self.wholes[0]))
+        self.equal.append(torch.equal(found, expected))
+
+    def answer(self, model: Any, ids: Tensor, count: int) -> Tensor:
+        inputs = self.asks[1]
+        if inputs is None:
+            return model.generate(ids, max_new_tokens=count, do_sample=False, depth_decoder_do_sample=False)
+        asked = inputs.draw(torch.Generator().manual_seed(count), with_images=True)
+        del asked["labels"]
+        return model.generate(**asked, max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+def nested(name: str, layout: str, inputs: Inputs | None) -> list[bool]:
+    """Runs on each rank."""
+    module = Nested(name, inputs)
+    make_trainer(LAYOUTS[layout].make()).validate(module, batches(2, 6), verbose=False)
+    return module.equal
+
+
+NESTED = ["blip-2", "kosmos-2", "csm"]
+
+
+@pytest.mark.parametrize("name", with_long(NESTED, "csm"))
+def test_models_inside_generate_within_generate(name: str, pool2: Pool) -> None:
+    inputs = None if name == "csm" else find_inputs(tiny_model(name))
+    assert pool2.run(nested, name, "fsdp2-dp2", inputs, trainer=True) == [[True] * 2] * 2
