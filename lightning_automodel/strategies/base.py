@@ -154,7 +154,6 @@ class SharedHooks(SavingStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self._bases.note(self._module)
-            self._adapters.note(self._module)
             averaging.begin(self._callbacks, self._module)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module)

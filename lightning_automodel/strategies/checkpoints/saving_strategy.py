@@ -32,19 +32,18 @@ from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.modules.adapted_bases import forget_files_below, names_left_out_of
 from lightning_automodel.parallel.guards.replica_check import warn_of_buffers_apart
 from lightning_automodel.strategies.checkpoints import hooks as checkpoints
-from lightning_automodel.strategies.checkpoints.adapters_in_use import IN_USE, AdaptersInUse
 from lightning_automodel.strategies.checkpoints.bases import FrozenBases
 from lightning_automodel.strategies.checkpoints.newest import Replacement
 from lightning_automodel.strategies.checkpoints.own_loading import load_through
 from lightning_automodel.strategies.checkpoints.plateaus import MONITORED, go_on_monitoring, monitored_numbers
-from lightning_automodel.strategies.checkpoints.trained import TRAINED, restore_trained, trained_parameters
+from lightning_automodel.strategies.checkpoints.trained import TRAINED, Trained
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
 from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples, warn_of_loaders_ahead
 from lightning_automodel.strategies.mesh import OnMesh
 from lightning_automodel.strategies.metric_states import combined_states, leave_to_first_rank
 from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
 
-OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED, IN_USE)
+OWN_ENTRIES = (RANDOM_STATES, RANDOM_NUMBERS, POSITIONS, SEEN, DESCRIPTIONS, GRADIENTS, TRAINED, MONITORED)
 """What a checkpoint of ours holds beside Lightning's."""
 
 _ON_ALL_RANKS = (
@@ -69,7 +68,7 @@ class SavingStrategy(OnMesh):
         self._replacement = Replacement()
         self._seen = SeenSamples()
         self._bases = FrozenBases()
-        self._adapters = AdaptersInUse()
+        self._what_trains = Trained()
 
     def choose_checkpoints(self, distributed: bool, in_background: bool, skips_damaged: bool) -> None:
         """Choose folders or plain files, whether training goes on while a folder is written, and what "last" means.
@@ -130,9 +129,8 @@ class SavingStrategy(OnMesh):
             DESCRIPTIONS: describe_models(self._module),
             RANDOM_NUMBERS: self._draws.state(),
             SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
-            **trained_parameters(self._module, self._callbacks),
             **monitored_numbers(self._trainer),
-            **self._adapters.entry(is_passing=is_done_anew or self._trainer.validating),
+            **self._what_trains.entry(is_passing=is_done_anew or self._trainer.validating),
         }
         checkpoint = {**checkpoint, **added}
         if is_done_anew and "loops" in checkpoint:
@@ -261,13 +259,12 @@ class SavingStrategy(OnMesh):
         self._draws.restore(self._own)
 
     def choose_trained(self) -> None:
-        """Freeze and thaw what a callback had, and use the adapters of then, when training starts."""
-        restore_trained(self._module, self._callbacks, self._own.pop(TRAINED, None))
-        self._adapters.restore(self._own.pop(IN_USE, None))
+        """Freeze, thaw and use what the run of the checkpoint had. When training starts."""
+        self._what_trains.begin(self._module, self._own.pop(TRAINED, None))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._adapters.note_batch()
+        self._what_trains.note_batch()
 
     def go_on_monitoring(self) -> None:
         """Go on with the numbers that schedules monitored when the checkpoint was saved. When training starts."""

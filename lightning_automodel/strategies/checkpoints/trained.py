@@ -1,32 +1,93 @@
-"""Which parameters train where Lightning's callbacks of fine-tuning choose them: a run that resumes goes on with those.
+"""What trains, and which of several adapters is used: a run that resumes goes on with what it had switched to.
 
-The callbacks freeze layers when a run is set up, thaw them when an epoch begins, and keep the groups of the optimizer
-in a checkpoint; whether a parameter trains, Lightning keeps nowhere.
+Lightning and peft keep neither in a checkpoint, and a hook that thaws layers or switches adapters when an epoch begins
+is not called again in the middle of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
+from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.checkpointing.states import clean_name
 
-TRAINED = "trained_parameters"
-"""Entry of a checkpoint of a run with such a callback."""
+TRAINED = "trained"
+"""Entry of a checkpoint of a run that has frozen, thawed or switched something since training began."""
+
+State = dict[str, Any]
+"""Whether each parameter trains, by name, and names of the adapters in use by model."""
 
 
-def trained_parameters(module: nn.Module, callbacks: Iterable[Any]) -> dict[str, list[str]]:
-    """Make the entry of a checkpoint; none where no callback chooses."""
-    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        return {}
-    return {TRAINED: [clean_name(name) for name, parameter in module.named_parameters() if parameter.requires_grad]}
+class Trained:
+    """Notes what a run switches to, beside what it began with."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._holders: dict[str, Any] = {}
+        self._began: State = {}
+        self._before_batch: State = {}
+
+    def begin(self, module: nn.Module, entry: dict[str, State] | None) -> None:
+        """Note what a run begins with, and switch as the one of a checkpoint had, if it began alike.
+
+        Args:
+            module: as ``configure_model`` and hooks before training have left it.
+            entry: of the checkpoint; where that run began with something else, what the code says now counts.
+        """
+        self._parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
+        self._holders = dict(_holders(module))
+        self._began = self._now()
+        if entry is not None and entry["began"] == self._began:
+            self._switch_to(entry["now"])
+        self.note_batch()
+
+    def note_batch(self) -> None:
+        """Note what a batch begins with, for a checkpoint from which it is done anew."""
+        self._before_batch = self._now()
+
+    def entry(self, *, is_passing: bool) -> dict[str, State]:
+        """Make the entry of a checkpoint; none where nothing was switched.
+
+        Args:
+            is_passing: what is so now is so for the rest of a batch that is done anew, or for an evaluation.
+        """
+        now = self._before_batch if is_passing else self._now()
+        return {} if now == self._began else {TRAINED: {"began": self._began, "now": now}}
+
+    def _now(self) -> State:
+        return {
+            "trains": {name: parameter.requires_grad for name, parameter in self._parameters.items()},
+            "active": {name: _active(holder) for name, holder in self._holders.items()},
+        }
+
+    def _switch_to(self, state: State) -> None:
+        for name, adapters in state["active"].items():
+            if adapters != _active(self._holders[name]):
+                _switch(self._holders[name], adapters)
+        for name, trains in state["trains"].items():
+            self._parameters[name].requires_grad_(trains)
 
 
-def restore_trained(module: nn.Module, callbacks: Iterable[Any], names: Iterable[str] | None) -> None:
-    """Let the parameters of the entry train, and no others."""
-    if names is None or not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        return
-    trained = set(names)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(clean_name(name) in trained)
+def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Find the outermost modules that hold several adapters and switch them."""
+    outer: list[str] = []
+    for name, child in module.named_modules():
+        if any(name.startswith(f"{prefix}.") for prefix in outer):
+            continue
+        if len(getattr(child, "peft_config", None) or {}) > 1 and hasattr(child, "set_adapter"):
+            outer.append(name)
+            yield clean_name(name), child
+
+
+def _active(holder: Any) -> list[str]:
+    found = holder.active_adapters
+    return list(found() if callable(found) else found)
+
+
+def _switch(holder: Any, adapters: list[str]) -> None:
+    """Use ``adapters``. The model of peft takes one name; what it holds takes several."""
+    if len(adapters) == 1:
+        holder.set_adapter(adapters[0])
+    else:
+        own_children(holder).get("base_model", holder).set_adapter(adapters)

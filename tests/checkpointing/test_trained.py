@@ -1,4 +1,4 @@
-"""A run that has switched adapters and is resumed goes on with those in use, where nothing switches them again."""
+"""A run that has switched adapters or thawed layers goes on with them when resumed, where nothing does so again."""
 
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,20 @@ class Borrowing(TurnsOfEpochs):
         self.model.set_adapter("a")
 
 
+class Thaws(Recorder):
+    """Trains a block in the first epoch, and all in the second."""
+
+    def on_train_epoch_start(self) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.current_epoch > 0 or "layers.1." in name)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
 class BeginsWithBoth(TurnsOfEpochs):
     """What a user has changed since: it begins with both adapters, which counts."""
 
@@ -98,7 +112,9 @@ def train(kind: type[Recorder], sizes: dict[str, Any], path: Path | None, resume
     return {"losses": module.losses, "parameters": whole_parameters(module), "in use": in_use}
 
 
-@pytest.mark.parametrize(("kind", "is_folder"), [(TurnsOfEpochs, False), (FromStepOn, True), (Borrowing, True)])
+@pytest.mark.parametrize(
+    ("kind", "is_folder"), [(TurnsOfEpochs, False), (FromStepOn, True), (Borrowing, True), (Thaws, True)]
+)
 def test_what_was_switched_trains_on(kind: type[Recorder], is_folder: bool, pool2: Pool, tmp_path: Path) -> None:
     path, saving = tmp_path / "1.ckpt", {"save_distributed_checkpoint": is_folder}
     whole = pool2.run(train, kind, saving, path, None, trainer=True)[0]
