@@ -64,12 +64,12 @@ class Borrowing(TurnsOfEpochs):
         self.model.set_adapter("a")
 
 
-class Thaws(Recorder):
-    """Trains a block in the first epoch, and all in the second."""
+class Freezes(Recorder):
+    """Trains all in the first epoch, and a block in the second."""
 
     def on_train_epoch_start(self) -> None:
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(self.current_epoch > 0 or "layers.1." in name)
+            parameter.requires_grad_(self.current_epoch == 0 or "layers.1." in name)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         pass
@@ -113,7 +113,7 @@ def train(kind: type[Recorder], sizes: dict[str, Any], path: Path | None, resume
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_folder"), [(TurnsOfEpochs, False), (FromStepOn, True), (Borrowing, True), (Thaws, True)]
+    ("kind", "is_folder"), [(TurnsOfEpochs, False), (FromStepOn, True), (Borrowing, True), (Freezes, True)]
 )
 def test_what_was_switched_trains_on(kind: type[Recorder], is_folder: bool, pool2: Pool, tmp_path: Path) -> None:
     path, saving = tmp_path / "1.ckpt", {"save_distributed_checkpoint": is_folder}
