@@ -90,7 +90,7 @@ def parallelize(
     Args:
         model: on the meta device (best: :func:`~lightning_automodel.loading.materialize` or ``from_pretrained`` under
             :func:`~lightning_automodel.loading.sharded_loading` then give each rank its part only), or with real
-            weights, of which rank 0's count.
+            weights, of which rank 0's count. One of peft may be around it.
         mesh: from :func:`~lightning_automodel.mesh.build_mesh`, or with axes of ``axis_names``.
         config: the switches; ``None``: all defaults.
         mp_policy: dtypes of compute and reduction where ``config.mp_policy`` does not say.

@@ -76,3 +76,11 @@ def adapters_of(model: nn.Module) -> set[nn.Parameter]:
     with without_wrappers(model):
         of_layers = set(model.parameters())
     return set(model.parameters()) - of_layers
+
+
+def within_adapters(model: nn.Module) -> nn.Module:
+    """Return the model in whose layers adapters of peft lie; ``model`` if there are none, or if prompts lie beside."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    base: nn.Module = model.get_base_model()  # type: ignore[operator]
+    return base if set(base.parameters()) == set(model.parameters()) else model

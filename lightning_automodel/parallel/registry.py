@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import within_adapters
 from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.plans.selection import Rules
 
@@ -139,23 +140,25 @@ def register_parallel_strategy(arg: Any = None, *, name: str | None = None) -> A
 
 
 def run_strategy(model: nn.Module, mesh: DeviceMesh, setup: FSDP2Setup) -> nn.Module:
-    """Make ``model`` parallel as the strategy that is registered for its class does it.
+    """Make ``model`` parallel as the strategy that is registered for its class does it, or for what peft has wrapped.
 
     Only a strategy that a user wrote sees the setup as keyword arguments.
 
     Raises:
         ValueError: if the strategy returns something else than the model.
     """
-    strategy = get_parallelization_strategy(model)
+    inner = within_adapters(model)
+    strategy = get_parallelization_strategy(inner)
     if type(strategy) is DefaultParallelizationStrategy:
-        return setup.apply(model, mesh)
-    found = strategy.parallelize(model, mesh, **setup.to_keywords())
-    if found is not model:
+        setup.apply(inner, mesh)
+        return model
+    found = strategy.parallelize(inner, mesh, **setup.to_keywords())
+    if found is not inner:
         raise ValueError(
-            f"{type(strategy).__name__}.parallelize returned {_short(found)} for a {class_names(model)[0]}; it must "
+            f"{type(strategy).__name__}.parallelize returned {_short(found)} for a {class_names(inner)[0]}; it must "
             "change the model in place and return it, as super().parallelize(...) does"
         )
-    return found
+    return model
 
 
 def _short(value: Any) -> str:

@@ -87,8 +87,7 @@ def play_each(
     run = runs[0]
     precision = FSDP2Precision(run.precision)  # type: ignore[arg-type]
     config = replace(run.config, expert_dispatcher=dispatch_evenly) if run.sizes.ep > 1 else run.config
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    parallelize(base, mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
+    parallelize(model, mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
     model.to_empty(device=run.device_type)
     model.train()
     optimizer = run.optimizer(p for p in model.parameters() if p.requires_grad)

@@ -117,8 +117,7 @@ def run_really(name: str) -> Real:
     mesh, model = build_mesh(run.sizes, "cpu"), model_on_meta(layout)
     # As on a GPU: torch's own collectives, from no kept memory.
     with mock.patch.object(sharding, "communicate_over_gloo"):
-        base = model.get_base_model() if layout.peft else model  # type: ignore[operator]
-        parallelize(base, mesh, run.config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
+        parallelize(model, mesh, run.config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.constant_(tensor.to_local() if isinstance(tensor, DTensor) else tensor, 0.01)

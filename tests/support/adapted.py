@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_automodel.checkpointing.files.reading import read_checkpoint
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.states import clean_name
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.parallelizer import parallelize
 from tests.support.comparison import Schedule, compare
 from tests.support.families import tiny_model
 
@@ -63,15 +61,9 @@ def adapter_error(
     **changes: Any,
 ) -> tuple[float, str]:
     """Runs on each rank: the largest error of a mesh against one process, and what has it."""
-
-    def make_parallel(model: nn.Module, mesh: Any) -> nn.Module:
-        assert isinstance(model, PeftModel)
-        parallelize(model.get_base_model(), mesh, config)
-        return model
-
     world = torch.distributed.get_world_size()
     build = lambda: adapted(family, method, **changes)  # noqa: E731
-    return compare(build, sizes, world, schedule, config, make_parallel).largest
+    return compare(build, sizes, world, schedule, config).largest
 
 
 def stored_names(path: Path) -> set[str]:
