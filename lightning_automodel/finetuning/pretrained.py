@@ -51,16 +51,30 @@ def read_config(name: str, kwargs: Mapping[str, Any], auto_class: type, known: C
     Raises:
         ValueError: for a kind that transformers does not know, an encoder-decoder, or another kind of model.
     """
+    config = find_config(name, kwargs)
+    _check_kind(name, config, auto_class, known)
+    return config
+
+
+def find_config(name: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+    """Reads the config of a model of any kind that transformers knows; the arguments are those of `read_config`.
+
+    Raises:
+        ValueError: if there is none, or it is of another kind.
+    """
     with looked_up(name):
         try:
-            config = AutoConfig.from_pretrained(name, **of_lookup(kwargs))
+            return AutoConfig.from_pretrained(name, **of_lookup(kwargs))
         except (KeyError, ValueError) as error:
+            folder = Path(name).expanduser()
+            if folder.is_dir() and not (folder / "config.json").is_file():
+                raise ValueError(
+                    f"model={name!r} has no config.json; give a directory that save_pretrained wrote, whole"
+                ) from error
             first = str(error).strip().partition(". ")[0]
             raise ValueError(
                 f"model={name!r}: its config.json is of no model that transformers knows: {first}"
             ) from error
-    _check_kind(name, config, auto_class, known)
-    return config
 
 
 def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:

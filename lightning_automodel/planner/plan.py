@@ -9,13 +9,13 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
 )
 
 from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
+from lightning_automodel.finetuning.pretrained import find_config
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.structure import configs_of_layers, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
@@ -115,10 +115,7 @@ def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str]
     Raises:
         ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers.
     """
-    try:
-        config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={model!r} has no config: {str(error).partition(chr(10))[0]}") from error
+    config = find_config(model, {}) if isinstance(model, str) else model
     config.use_cache = config.get_text_config(decoder=True).use_cache = False
     with torch.device("meta"):
         built = _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
