@@ -1,13 +1,17 @@
 """What another run does to a checkpoint under the name that this one reads or deletes."""
 
+import importlib
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.checkpointing.files.reading import read_one_edition
 from lightning_automodel.checkpointing.files.staging import remove_checkpoint
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.testing.pool import Pool
@@ -64,3 +68,23 @@ def test_names_of_two_runs_removed_at_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Location, "is_folder", deleted_meanwhile)
     remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
+
+
+def read_where_one_rank_cannot(folder: Path) -> str:
+    """Runs on each rank: a checkpoint holds a class of a module that only rank 0 finds."""
+    path, is_writer = folder / "1.ckpt", dist.get_rank() == 0
+    if is_writer:
+        (folder / "settings_of_a_user.py").write_text("class Settings:\n    pass\n")
+        sys.path.insert(0, str(folder))
+        torch.save({"state_dict": {}, "settings": importlib.import_module("settings_of_a_user").Settings()}, path)
+    dist.barrier()
+    with pytest.raises((ModuleNotFoundError, ValueError)) as caught:
+        read_one_edition(Location.of(path), weights_only=False)
+    return str(caught.value)
+
+
+def test_checkpoint_that_one_rank_cannot_read(tmp_path: Path, pool2: Pool) -> None:
+    """The other one waited for it, or went on without."""
+    first, second = pool2.run(read_where_one_rank_cannot, tmp_path)
+    assert second == "No module named 'settings_of_a_user'"
+    assert first == f"{tmp_path / '1.ckpt'} could not be read by other ranks. rank 1: {second}"
