@@ -1,6 +1,6 @@
 """Private names of Lightning's evaluation loops, each with its reason."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -36,6 +36,22 @@ def end_loader(loop: EvaluationLoop, dataloader_idx: int) -> None:
     if isinstance(loop, _EvaluationLoop):
         loop._results.dataloader_idx = dataloader_idx
         loop._store_dataloader_outputs()
+
+
+def around_validation_start(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls ``before`` and ``after`` around the hooks with which each validation within training starts.
+
+    The first hook of a strategy comes behind those of callbacks and of the module, and between others.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    start = type(loop).on_run_start
+
+    def noted() -> None:
+        before()
+        start(loop)
+        after()
+
+    vars(loop)["on_run_start"] = noted
 
 
 @contextmanager

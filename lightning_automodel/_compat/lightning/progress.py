@@ -184,6 +184,23 @@ def before_first_batch(trainer: Trainer, prepare: Callable[[CombinedLoader], Non
     vars(loop)["_load_combined_loader_states"] = prepared
 
 
+def before_each_step(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Calls ``act`` before the first micro-batch of each step, before its hooks, until the run ends.
+
+    The hook of a strategy (``on_train_batch_start``) comes behind those of callbacks and of the module.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance  # of signals, which end with the run
+
+    def noted(fetcher: Any) -> None:
+        current: Any = loop.batch_progress.current
+        if current.processed % trainer.accumulate_grad_batches == 0:
+            act()
+        advance(fetcher)
+
+    vars(loop)["advance"] = noted
+
+
 def training_loader(trainer: Trainer) -> CombinedLoader | None:
     """Returns the loaders of the training, or ``None`` before they are asked for."""
     return trainer.fit_loop._combined_loader

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_automodel._compat.lightning.evaluation_loops import around_validation_start
 from lightning_automodel._compat.lightning.progress import (
+    before_each_step,
     before_first_batch,
     is_within_batch,
     loops_before_step,
@@ -130,7 +132,7 @@ class SavingStrategy(OnMesh):
             RANDOM_NUMBERS: self._draws.state(),
             SEEN: self._seen.describe(self._trainer, training_loader(self._trainer), self.data_size),
             **monitored_numbers(self._trainer),
-            **self._what_trains.entry(is_passing=is_done_anew or self._trainer.validating),
+            **self._trained_entry(),
         }
         checkpoint = {**checkpoint, **added}
         if is_done_anew and "loops" in checkpoint:
@@ -147,6 +149,13 @@ class SavingStrategy(OnMesh):
                 f"{type(self).__name__}(save_distributed_checkpoint=False)"
             )
         checkpoints.save_parts(checkpoint, path, self.data_group, self._background if self._async_save else None)
+
+    def _trained_entry(self) -> dict[str, Any]:
+        if TRAINED in self._own:  # hooks before training save, before it is put in place
+            return {TRAINED: self._own[TRAINED]}
+        trainer = self._trainer
+        evaluates = trainer.validating and trainer.state.fn == TrainerFn.FITTING
+        return self._what_trains.entry(is_done_anew=is_within_batch(trainer), evaluates=evaluates)
 
     def _is_within_step(self) -> bool:
         if self._module.automatic_optimization:
@@ -260,11 +269,10 @@ class SavingStrategy(OnMesh):
 
     def choose_trained(self) -> None:
         """Freeze, thaw and use what the run of the checkpoint had. When training starts."""
-        self._what_trains.begin(self._module, self._own.pop(TRAINED, None))
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._what_trains.note_batch()
+        trained = self._what_trains
+        trained.begin(self._module, self._own.pop(TRAINED, None))
+        before_each_step(self._trainer, trained.note_step)
+        around_validation_start(self._trainer, trained.note_before_evaluation, trained.note_evaluation)
 
     def go_on_monitoring(self) -> None:
         """Go on with the numbers that schedules monitored when the checkpoint was saved. When training starts."""

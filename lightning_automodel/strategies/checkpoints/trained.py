@@ -25,8 +25,7 @@ class Trained:
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._holders: dict[str, Any] = {}
-        self._began: State = {}
-        self._before_batch: State = {}
+        self._began = self._before_step = self._before_evaluation = self._evaluates = self._now()
 
     def begin(self, module: nn.Module, entry: dict[str, State] | None) -> None:
         """Note what a run begins with, and switch as the one of a checkpoint had, if it began alike.
@@ -40,20 +39,35 @@ class Trained:
         self._began = self._now()
         if entry is not None and entry["began"] == self._began:
             self._switch_to(entry["now"])
-        self.note_batch()
+        self.note_step()
 
-    def note_batch(self) -> None:
-        """Note what a batch begins with, for a checkpoint from which it is done anew."""
-        self._before_batch = self._now()
+    def note_step(self) -> None:
+        """Note what a step begins with, before any hook of it: a checkpoint from within is done anew from there."""
+        self._before_step = self._now()
 
-    def entry(self, *, is_passing: bool) -> dict[str, State]:
+    def note_before_evaluation(self) -> None:
+        """Note what trains before the hooks of an evaluation's start."""
+        self._before_evaluation = self._evaluates = self._now()
+
+    def note_evaluation(self) -> None:
+        """Note what an evaluation has switched to, behind those hooks."""
+        self._evaluates = self._now()
+
+    def entry(self, *, is_done_anew: bool, evaluates: bool) -> dict[str, State]:
         """Make the entry of a checkpoint; none where nothing was switched.
 
         Args:
-            is_passing: what is so now is so for the rest of a batch that is done anew, or for an evaluation.
+            is_done_anew: what is so now is so for the rest of a step that is done anew.
+            evaluates: within an evaluation, what its start has switched is so for its length; what its end has, stays.
         """
-        now = self._before_batch if is_passing else self._now()
+        now = self._before_step if is_done_anew else self._now()
+        if evaluates:
+            now = {kind: self._behind_evaluation(kind, now[kind]) for kind in now}
         return {} if now == self._began else {TRAINED: {"began": self._began, "now": now}}
+
+    def _behind_evaluation(self, kind: str, now: dict[str, Any]) -> dict[str, Any]:
+        before, during = self._before_evaluation[kind], self._evaluates[kind]
+        return {name: before[name] if value == during[name] else value for name, value in now.items()}
 
     def _now(self) -> State:
         return {
