@@ -218,7 +218,7 @@ class _Rounds:
         unseen = without_hooks_of_users(self.root.modules())
         with torch.no_grad(), _evaluating(self.root), unseen:
             if kind is _Kind.TOKEN:
-                module(**self._least_inputs(module))
+                _run_filler(module, self._least_inputs(module))
             elif kind is _Kind.ENCODER:
                 self._encode()
             else:
@@ -236,6 +236,17 @@ class _Rounds:
         last = self._last[module]
         ids = torch.zeros_like(last["decoder_input_ids"][..., -1:])
         return {**{name: last.get(name) for name in _ENCODED}, "decoder_input_ids": ids}
+
+
+def _run_filler(module: nn.Module, inputs: dict[str, Any]) -> None:
+    try:
+        module(**inputs)
+    except (AttributeError, TypeError, ValueError) as error:  # it checks, or reads, what it was not given
+        raise ValueError(
+            f"{class_names(module)[0]} has ended on this data rank, others go on generating, and the passes of one "
+            f"token that keep them together want more of it than a token: {error}. Let generate take as many passes on "
+            "all data ranks (min_new_tokens=n, max_new_tokens=n in each call), or use DDPStrategy"
+        ) from error
 
 
 def _refuse_two_models(module: nn.Module) -> None:

@@ -167,3 +167,9 @@ NESTED = ["blip-2", "kosmos-2", "csm"]
 def test_models_inside_generate_within_generate(name: str, pool2: Pool) -> None:
     inputs = None if name == "csm" else find_inputs(tiny_model(name))
     assert pool2.run(nested, name, "fsdp2-dp2", inputs, trainer=True) == [[True] * 2] * 2
+
+
+def test_models_that_cannot_read_a_token_alone_end_together(pool2: Pool) -> None:
+    inputs = find_inputs(tiny_model("idefics"))
+    with pytest.raises(RankFailed, match=r"Idefics\w+ has ended on this data rank.*Exactly 1 of pixel_values"):
+        pool2.run(nested, "idefics", "fsdp2-dp2", inputs, trainer=True)
