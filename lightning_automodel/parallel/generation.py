@@ -65,12 +65,24 @@ def generate_in_step(model: nn.Module, data: DeviceMesh, fills_towers: bool = Tr
         fills_towers: gathering the root's parameters is all that towers want of other ranks; else a tower that some
             ranks call is an error on all of them.
     """
-    if data.size(data.ndim - 1) == 1:
-        return
+    is_alone = data.size(data.ndim - 1) == 1
     for module in model.modules():
         if isinstance(module, GenerationMixin):
             vars(module)[_ROOT] = model  # no child, and a deep copy of the model has its own
-            vars(module)["generate"] = MethodType(_in_step(type(module).generate, data, fills_towers), module)
+            own = type(module).generate
+            together = _reading_whole(own) if is_alone else _in_step(own, data, fills_towers)
+            vars(module)["generate"] = MethodType(together, module)
+
+
+def _reading_whole(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``generate`` of a class for one data rank, where parameters may be DTensors, too."""
+
+    @wraps(generate)
+    def generate_alone(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with own_parameters_whole(self):
+            return generate(self, *args, **kwargs)
+
+    return generate_alone
 
 
 def _in_step(generate: Callable[..., Any], data: DeviceMesh, fills_towers: bool) -> Callable[..., Any]:
