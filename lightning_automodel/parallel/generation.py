@@ -65,12 +65,24 @@ def generate_in_step(model: nn.Module, data: DeviceMesh, fills_towers: bool = Tr
         fills_towers: gathering the root's parameters is all that towers want of other ranks; else a tower that some
             ranks call is an error on all of them.
     """
-    if data.size(data.ndim - 1) == 1:
-        return
+    is_alone = data.size(data.ndim - 1) == 1
     for module in model.modules():
         if isinstance(module, GenerationMixin):
             vars(module)[_ROOT] = model  # no child, and a deep copy of the model has its own
-            vars(module)["generate"] = MethodType(_in_step(type(module).generate, data, fills_towers), module)
+            own = type(module).generate
+            together = _reading_whole(own) if is_alone else _in_step(own, data, fills_towers)
+            vars(module)["generate"] = MethodType(together, module)
+
+
+def _reading_whole(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``generate`` of a class for one data rank, where parameters may be DTensors, too."""
+
+    @wraps(generate)
+    def generate_alone(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with own_parameters_whole(self):
+            return generate(self, *args, **kwargs)
+
+    return generate_alone
 
 
 def _in_step(generate: Callable[..., Any], data: DeviceMesh, fills_towers: bool) -> Callable[..., Any]:
@@ -218,7 +230,7 @@ class _Rounds:
         unseen = without_hooks_of_users(self.root.modules())
         with torch.no_grad(), _evaluating(self.root), unseen:
             if kind is _Kind.TOKEN:
-                module(**self._least_inputs(module))
+                _run_filler(module, self._least_inputs(module))
             elif kind is _Kind.ENCODER:
                 self._encode()
             else:
@@ -236,6 +248,17 @@ class _Rounds:
         last = self._last[module]
         ids = torch.zeros_like(last["decoder_input_ids"][..., -1:])
         return {**{name: last.get(name) for name in _ENCODED}, "decoder_input_ids": ids}
+
+
+def _run_filler(module: nn.Module, inputs: dict[str, Any]) -> None:
+    try:
+        module(**inputs)
+    except (AttributeError, TypeError, ValueError) as error:  # it checks, or reads, what it was not given
+        raise ValueError(
+            f"{class_names(module)[0]} has ended on this data rank, others go on generating, and the passes of one "
+            f"token that keep them together want more of it than a token: {error}. Let generate take as many passes on "
+            "all data ranks (min_new_tokens=n, max_new_tokens=n in each call), or use DDPStrategy"
+        ) from error
 
 
 def _refuse_two_models(module: nn.Module) -> None:

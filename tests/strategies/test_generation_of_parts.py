@@ -153,10 +153,10 @@ class Nested(Asked):
         return model.generate(**asked, max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
 
 
-def nested(name: str, layout: str, inputs: Inputs | None) -> list[bool]:
+def nested(name: str, layout: str, inputs: Inputs | None, switches: Mapping[str, Any] = {}) -> list[bool]:
     """Runs on each rank."""
     module = Nested(name, inputs)
-    make_trainer(LAYOUTS[layout].make()).validate(module, batches(2, 6), verbose=False)
+    make_trainer(LAYOUTS[layout].make(**switches)).validate(module, batches(2, 6), verbose=False)
     return module.equal
 
 
@@ -167,3 +167,21 @@ NESTED = ["blip-2", "kosmos-2", "csm"]
 def test_models_inside_generate_within_generate(name: str, pool2: Pool) -> None:
     inputs = None if name == "csm" else find_inputs(tiny_model(name))
     assert pool2.run(nested, name, "fsdp2-dp2", inputs, trainer=True) == [[True] * 2] * 2
+
+
+def test_models_that_cannot_read_a_token_alone_end_together(pool2: Pool) -> None:
+    inputs = find_inputs(tiny_model("idefics"))
+    with pytest.raises(RankFailed, match=r"Idefics\w+ has ended on this data rank.*Exactly 1 of pixel_values"):
+        pool2.run(nested, "idefics", "fsdp2-dp2", inputs, trainer=True)
+
+
+SPLIT = {
+    **{f"language_model.model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "language_model.model.decoder.layers.*.self_attn.out_proj": "rowwise",
+}
+
+
+def test_one_data_rank_reads_learned_queries_whole(pool2: Pool) -> None:
+    inputs = find_inputs(tiny_model("blip-2"))
+    plan = {"config": FSDP2Config(tp_plan=SPLIT)}
+    assert pool2.run(nested, "blip-2", "fsdp2-tp2", inputs, plan, trainer=True) == [[True] * 3] * 2
