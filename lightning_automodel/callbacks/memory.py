@@ -85,7 +85,7 @@ class MemoryProfiler(Callback):
                 found = ask(question, self.seconds)
             else:
                 yield "  what was planned is in the report of another rank"
-        except ValueError as reason:
+        except Exception as reason:  # whatever ails the planner, the error that is reported goes on
             yield f"  not planned: {reason}"
         yield from _table(found, measured)
         if found is not None:

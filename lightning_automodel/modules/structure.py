@@ -200,6 +200,11 @@ def text_config(model: nn.Module) -> Any:
         return config.get_text_config(decoder=True)
 
 
+def keep_no_cache(config: Any) -> None:
+    """Let a model of ``config`` keep no keys and values for tokens to come: a training step has none."""
+    config.use_cache = config.get_text_config(decoder=True).use_cache = False
+
+
 def configs_of_layers(config: Any) -> list[Any]:
     """List the configs of the layers, or ``config`` alone where its fields hold for all of them.
 

@@ -118,7 +118,7 @@ class _Rounds:
     def __init__(self, root: nn.Module, data: DeviceMesh, fills_towers: bool) -> None:
         self.modules: list[nn.Module] = []
         self.root, self._data, self._fills_towers = root, data, fills_towers
-        self._all = [module for module in root.modules() if isinstance(module, GenerationMixin)]
+        self._all: list[nn.Module] = [module for module in root.modules() if isinstance(module, GenerationMixin)]
         self._next: nn.Module = self._all[0]  # whose token this round is
         self._runs: nn.Module | None = None  # what a round of this rank is within
         self._has_begun = False
@@ -219,8 +219,8 @@ class _Rounds:
         votes = torch.zeros(count, device=self._data.device_type)  # not a copy from the host, which would wait
         if kind is not None:
             votes[kind].fill_(1)
-        if kind in (_Kind.TOKEN, _Kind.FIRST_TOKEN):
-            votes[len(_Kind) + next(i for i, m in enumerate(self._all) if m is module)].fill_(1)
+        if module is not None and kind in (_Kind.TOKEN, _Kind.FIRST_TOKEN):
+            votes[len(_Kind) + self._all.index(module)].fill_(1)
         dist.all_reduce(votes, group=self._data.get_group(self._data.ndim - 1))
         return votes
 

@@ -6,7 +6,7 @@
     a collective    latency + (n - 1) / n x bytes / bandwidth of n ranks, twice that for all-reduce
     bandwidth       inside a node, or across: min(inside, all interfaces of a node that the group has)
     step            max(compute, other collectives) + tp and cp collectives and all-to-all
-    MFU             FLOPs, without those again / (step x peak); causal attention counts as full
+    MFU             FLOPs without recomputation / (step x peak); causal attention counts as full
     cost            devices x price per hour x hours per 10^9 tokens
 """
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from lightning_automodel._compat.fake.ranks import fake_device
 from lightning_automodel._compat.torch.tensors import EagerMode, name_of_operation
 from lightning_automodel._compat.transformers.models import use_kernels_with_formulas
-from lightning_automodel.modules.structure import find_blocks, text_config
+from lightning_automodel.modules.structure import find_blocks, keep_no_cache, text_config
 from lightning_automodel.planner.formulas import formula_of
 from lightning_automodel.planner.layers import MOST_KINDS, Kinds, cut_model, kinds_of
 
@@ -200,7 +200,7 @@ def whole_twin(model: nn.Module) -> nn.Module:
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     kind: Any = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
     config = copy.deepcopy(base.config)
-    config.use_cache = config.get_text_config(decoder=True).use_cache = False
+    keep_no_cache(config)
     with torch.device("meta"):
         twin: Any = kind(config)
         for adapter in getattr(model, "peft_config", {}).values():

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_automodel.modules.structure import find_blocks, text_config
+from lightning_automodel.modules.structure import find_blocks, outermost, text_config
 from lightning_automodel.planner.watch import Watched
 
 BASE = 4
@@ -57,12 +57,11 @@ def kinds_of(model: nn.Module) -> Kinds:
 
 def trains_before(model: nn.Module, blocks: Iterable[str]) -> dict[str, bool]:
     """Tell of each block whether anything before it trains: its backward pass then goes on, frozen as it may be."""
-    order = {name: i for i, name in enumerate(blocks)}
-    found, trains, place = {}, False, -1
+    found: dict[str, bool] = {}
+    names, trains = list(blocks), False
     for name, module in model.named_modules():
-        inside = next((block for block in order if name == block or name.startswith(f"{block}.")), None)
-        if inside is not None and order[inside] > place:
-            place, found[inside] = order[inside], trains
+        if (block := outermost(names, name)) is not None:
+            found.setdefault(block, trains)
         trains = trains or any(p.requires_grad for p in module.parameters(recurse=False))
     return found
 

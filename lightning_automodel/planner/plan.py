@@ -17,7 +17,7 @@ from transformers import (
 from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
 from lightning_automodel.finetuning.pretrained import find_config
 from lightning_automodel.modules.four_bit import count_weights
-from lightning_automodel.modules.structure import configs_of_layers, text_config
+from lightning_automodel.modules.structure import configs_of_layers, keep_no_cache, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
 from lightning_automodel.planner.hardware import HARDWARE, Hardware
 from lightning_automodel.planner.layers import extrapolate
@@ -89,19 +89,24 @@ def plan(model: str | PreTrainedConfig | nn.Module, run: Run, hardware: Hardware
     built = model if isinstance(model, nn.Module) else build(model)
     with stage(run) as mesh:
         watched, basis = extrapolate(built, lambda cut: play(cut, run, mesh))
-    found = Plan(
+    found = plan_of(built, run, hardware, watched, basis)
+    found.warnings.extend(_warnings(found, built))
+    return found
+
+
+def plan_of(model: nn.Module, run: Run, hardware: Hardware, watched: Watched, basis: str) -> Plan:
+    """Make a plan, without warnings, of what was watched of a step."""
+    return Plan(
         run=run,
         hardware=hardware,
-        name=type(built).__name__,
-        parameters=count_weights(built),
-        trainable=count_weights(built, trainable=True),
+        name=type(model).__name__,
+        parameters=count_weights(model),
+        trainable=count_weights(model, trainable=True),
         watched=watched,
         basis=basis,
         estimate=estimate(watched, run, hardware),
         warnings=[],
     )
-    found.warnings.extend(_warnings(found, built))
-    return found
 
 
 def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str] = ()) -> nn.Module:
@@ -116,7 +121,7 @@ def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str]
         ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers.
     """
     config = find_config(model, {}) if isinstance(model, str) else model
-    config.use_cache = config.get_text_config(decoder=True).use_cache = False
+    keep_no_cache(config)
     with torch.device("meta"):
         built = _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
         adapted = built if peft is None else add_adapter(built, peft)

@@ -18,11 +18,9 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedConfig
 
 from lightning_automodel.mesh import AXES, EP, MeshSizes, resolve_sizes
-from lightning_automodel.modules.four_bit import count_weights
-from lightning_automodel.planner.estimate import estimate
 from lightning_automodel.planner.hardware import Hardware
 from lightning_automodel.planner.layers import combine, extrapolate_each
-from lightning_automodel.planner.plan import Plan, build, plan
+from lightning_automodel.planner.plan import Plan, build, plan, plan_of
 from lightning_automodel.planner.play import Run, play_each, stage
 from lightning_automodel.plans.experts import has_experts
 
@@ -125,17 +123,7 @@ def _try(job: tuple[Run, Hardware]) -> tuple[list[Plan], list[Rejected]]:
     plans: list[Plan] = []
     for rows in ROWS:
         watched, this = combine([(one, 2 - rows), (two, rows - 1)]), replace(job[0], micro_batch=rows)
-        found = Plan(
-            run=this,
-            hardware=hardware,
-            name=type(built).__name__,
-            parameters=count_weights(built),
-            trainable=count_weights(built, trainable=True),
-            watched=watched,
-            basis=f"{basis}, with one and two rows",
-            estimate=estimate(watched, this, hardware),
-            warnings=[],
-        )
+        found = plan_of(built, this, hardware, watched, f"{basis}, with one and two rows")
         limit = f"{found.peak / 2**30:.1f} of {hardware.memory / 2**30:.1f} GiB in the phase {found.phase!r}"
         plans.append(replace(found, warnings=[] if found.fits else [limit]))
         if not found.fits:

@@ -12,7 +12,7 @@ from lightning_automodel import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool
-from tests.support.routes import hold_routes, note_routes
+from tests.support.routes import farthest, hold_routes, note_routes
 
 
 def tiny() -> Qwen3MoeForCausalLM:
@@ -44,11 +44,7 @@ def worst(ep: int) -> float:
     spread(input_ids=ids[rank], labels=ids[rank]).loss.backward()
     for x in ids:
         (alone(input_ids=x, labels=x).loss / ranks).backward()
-    errors = []
-    for name, parameter in alone.named_parameters():
-        gradient = spread.get_parameter(name).grad.full_tensor()  # type: ignore[union-attr]
-        errors.append(float((gradient - parameter.grad).norm() / parameter.grad.norm()))  # type: ignore[union-attr]
-    return max(errors)
+    return farthest(spread, alone)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="tokens travel between two GPUs")
@@ -81,17 +77,6 @@ def adapted(rank: int, parallel: bool, compiled: bool) -> nn.Module:
         config = FSDP2Config(enable_compile=compiled, activation_checkpointing="full" if compiled else False)
         parallelize(base, build_mesh(resolve_sizes(1), "cuda"), config, param_dtype=torch.bfloat16)
     return model
-
-
-def farthest(model: nn.Module, exact: nn.Module) -> float:
-    """The largest relative error of a gradient."""
-    errors = []
-    for name, parameter in exact.named_parameters():
-        if parameter.grad is not None:
-            gradient: Any = model.get_parameter(name).grad
-            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            errors.append(float((whole - parameter.grad).norm() / parameter.grad.norm()))
-    return max(errors)
 
 
 def lora_errors(rank: int, compiled: bool) -> tuple[float, float]:

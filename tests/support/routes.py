@@ -41,3 +41,14 @@ def choose(router: Any, output: tuple[Tensor, Tensor, Tensor], indices: Tensor) 
     if router.norm_topk_prob:
         chosen = chosen / chosen.sum(-1, keepdim=True)
     return logits, chosen.to(weights.dtype), indices
+
+
+def farthest(model: nn.Module, exact: nn.Module) -> float:
+    """Find the largest distance of a gradient from the exact one, as a part of that one's norm."""
+    found = []
+    for name, parameter in exact.named_parameters():
+        if parameter.grad is not None:
+            gradient: Any = model.get_parameter(name).grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            found.append(float((whole - parameter.grad).norm() / parameter.grad.norm()))
+    return max(found)
