@@ -43,7 +43,7 @@ def loader(data_size: int) -> DataLoader:
 
 def train(strategy: Any, data_size: int, callbacks: list[Any], **arguments: Any) -> tuple[Any, Dicts, Memory]:
     """One epoch of 4 batches, or what ``arguments`` say; returns the trainer, its module and what was logged."""
-    memory, module, path = Memory(), Dicts(), arguments.pop("ckpt_path", None)
+    memory, module, path = Memory(), arguments.pop("module", None) or Dicts(), arguments.pop("ckpt_path", None)
     settings = {"max_epochs": 1, "log_every_n_steps": 1, "logger": memory, "callbacks": callbacks, **arguments}
     trainer = make_trainer(strategy, **settings)
     trainer.fit(module, loader(data_size), ckpt_path=path)

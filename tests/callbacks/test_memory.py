@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.callbacks import MemoryProfiler, levers, memory
@@ -15,8 +17,9 @@ from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.planner import HARDWARE, Run
 from lightning_automodel.planner.plan import build
 from lightning_automodel.testing.pool import Pool
-from tests.callbacks.support import train
+from tests.callbacks.support import Dicts, train
 from tests.support.families import tiny_config
+from tests.support.training import tiny_llama
 
 
 class Full(Callback):
@@ -62,6 +65,30 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
     text = (tmp_path / "out-of-memory-rank-0.txt").read_text()
     assert "not planned: the planner knows FSDP2TPStrategy, and this is SingleDeviceStrategy" in text
     assert "measured" in text
+
+
+class OfItsOwn(Dicts):
+    """Trains adapters around a class that no other process can import."""
+
+    def configure_model(self) -> None:
+        class Model(LlamaForCausalLM):
+            pass
+
+        if self.model is None:
+            self.model = get_peft_model(Model(tiny_llama().config), LoraConfig(target_modules=["q_proj"]))
+
+
+def run_out_with_a_class_of_its_own(directory: Path) -> str:
+    """Runs on each rank: a planner that fails does not hide what has run out."""
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        train({"tp": 2}, 1, [MemoryProfiler(dirpath=directory), Full()], module=OfItsOwn())
+    return (directory / f"out-of-memory-rank-{torch.distributed.get_rank()}.txt").read_text()
+
+
+def test_a_planner_that_fails_leaves_the_report_and_the_error(pool2: Pool) -> None:
+    texts = pool2.run(run_out_with_a_class_of_its_own, trainer=True, with_directory=True, timeout=110)
+    assert any("not planned: Can't pickle" in text for text in texts)
+    assert all("measured" in text for text in texts)
 
 
 QUESTION = Question(
