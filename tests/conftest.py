@@ -1,6 +1,7 @@
 """Fixtures that all tests share, and what an older torch cannot do."""
 
 import gc
+import os
 import re
 from collections.abc import Generator, Iterator
 
@@ -9,8 +10,9 @@ import torch.distributed as dist
 
 from lightning_automodel._compat.fsdp2.units import holds_several_dtypes
 from lightning_automodel.distributed import logs
-from lightning_automodel.testing.pool import Nursery, Pool
+from lightning_automodel.testing.pool import ENVIRONMENT, Nursery, Pool
 
+os.environ.setdefault("RES_OPTIONS", ENVIRONMENT["RES_OPTIONS"])  # for this process, and all that tests start
 _OLDER = re.compile(r"RuntimeError: [^\n]*\b(?:before torch 2\.13|need torch 2\.13 or newer)[^\n]*")
 
 

@@ -27,6 +27,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
+    # c10d asks for each peer's name, and so a name server for that of ::ffff:127.0.0.1: where one answer in fifty is
+    # lost, that is the five seconds of a resolver's attempt.
+    "RES_OPTIONS": "timeout:1 attempts:5",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else who asks for devices begins what a forked rank cannot begin again
 }
 START_SECONDS = 120.0
