@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test test-gpu test-long test-torch test-lowest test-newest faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
+.PHONY: help venv test test-slow test-gpu test-long test-torch test-lowest test-newest faults lint format docs bench bench-gpu bench-smoke venv-nemo quickstart first-hour clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## run the tests on this machine's CPU, WORKERS=2 files at a time; PYTEST_ARGS="-k name" chooses some
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+test-slow: $(STAMP) ## run the tests that take seconds each, as many minutes as all others: whole runs, as CI has them
+	$(BIN)/python -m pytest -m "slow and not long" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
 test-gpu: $(STAMP) ## run the tests that need CUDA (skipped without it)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
@@ -47,7 +50,7 @@ test-long: $(STAMP) ## run the tests that take minutes, such as a resume from ev
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 test-torch: $(OTHER)/.installed ## run the tests with another torch, in an environment of its own; TORCH=2.15.0
-	$(OTHER)/bin/python -m pytest $(PYTEST_ARGS)
+	$(OTHER)/bin/python -m pytest -m "not long" $(PYTEST_ARGS)
 
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
@@ -56,7 +59,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-lowest: $(LOWEST)/.installed ## run the tests with the lowest versions that pyproject.toml allows
-	$(LOWEST)/bin/python -m pytest $(PYTEST_ARGS)
+	$(LOWEST)/bin/python -m pytest -m "not long" $(PYTEST_ARGS)
 
 $(LOWEST)/.installed: pyproject.toml constraints.txt
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
@@ -66,7 +69,7 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-newest: $(NEWEST)/.installed ## run the tests with the newest versions that pyproject.toml allows, as pip installs them today
-	$(NEWEST)/bin/python -m pytest $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -m "not long" $(PYTEST_ARGS)
 
 $(NEWEST)/.installed: pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)

@@ -39,6 +39,7 @@ def in_graphs(cases: list[tuple[str, str]], sizes: dict[str, int], config: dict[
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["full", pytest.param(False, marks=pytest.mark.long)])
 def test_graphs_hold_them(checkpointing: str | bool, pool2: Pool) -> None:
     cases = [("qwen3_moe", "experts"), ("llama", "table")]

@@ -84,6 +84,7 @@ WAYS = [("fsdp2-dp2", "ddp-2"), ("fsdp2-tp2", "fsdp2-tp2"), ("ddp-2", "fsdp2-dp2
 ALL = [*((Merging, way) for way in WAYS), (Thawed, WAYS[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), with_long(ALL, *ALL[:3]))
 def test_a_base_that_changes_is_saved(kind: type[Adapted], way: tuple[str, str], tmp_path: Path, pool2: Pool) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path / "base")
@@ -158,6 +159,7 @@ def test_merged_adapters_are_not_saved_by_an_interrupted_run(tmp_path: Path, poo
     assert not (tmp_path / "interrupted.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_not_saved_with_their_base(tmp_path: Path, pool2: Pool) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path / "base")
     for message in pool2.run(evaluate_and_save, tmp_path, "on_validation_end", trainer=True):

@@ -98,6 +98,7 @@ def reduced_and_trained(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_frozen_base_is_in_no_reduction(pool4: Pool) -> None:
     for found in pool4.run(reduced_and_trained, MESH):
         assert found["reduced"] == found["trained"] > 0

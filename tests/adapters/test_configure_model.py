@@ -155,6 +155,7 @@ def test_small_factors_of_layers_of_unlike_widths_end_with_rows(directory: Path,
         assert found[0] <= BOUND, found
 
 
+@pytest.mark.slow
 def test_adapters_in_float32_beside_a_narrow_base(directory: Path, pool2: Pool) -> None:
     for layout in ("ddp-2", "fsdp2-dp2"):
         adapt = partial(lora, init_lora_weights=False)
@@ -307,6 +308,7 @@ def test_what_begins_from_the_weights_and_what_is_added(directory: Path, tmp_pat
 ON_TWO = ("ddp-2", "fsdp2-dp2", "fsdp2-tp2", "megatron3-tp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(ON_TWO, *(set(ON_TWO) - {"fsdp2-dp2"})))
 def test_methods_on_two_ranks(layout: str, directory: Path, tmp_path: Path, pool2: Pool) -> None:
     check_methods(layout, directory, tmp_path, pool2)

@@ -106,6 +106,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "method", "sizes"), with_long(QUICK, QUICK[0]))
 def test_exports(family: str, method: str, sizes: dict[str, int], tmp_path: Path, pool2: Pool) -> None:
     check(family, method, sizes, tmp_path, pool2)

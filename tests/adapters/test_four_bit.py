@@ -69,6 +69,7 @@ MORE: dict[str, Case] = {
 }
 
 
+@pytest.mark.slow
 def test_two_ranks(directory: Path, pool2: Pool) -> None:
     check(pool2, directory, ON_TWO)
 
@@ -88,6 +89,7 @@ def errors_of_files(directory: Path) -> list[tuple[float, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_files(directory: Path, pool2: Pool) -> None:
     config = BitsAndBytesConfig(**FIELDS, **DOUBLE)
     quantized = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,6 +59,7 @@ def both(directory: Path) -> dict[str, dict[str, Any]]:
     return {layout: counted(layout, directory) for layout in ("ddp-2", "megatron3-dp2")}
 
 
+@pytest.mark.slow
 def test_the_frozen_base_is_in_no_gradient(tmp_path: Path, pool2: Pool) -> None:
     model = tiny_llama(tied=False)
     model.save_pretrained(tmp_path)

@@ -49,6 +49,7 @@ def check(pool: Pool, cases: list[tuple[str, str]], layout: str) -> None:
             assert largest[0] <= (2 if case[1] == "bias" else 1) * BOUND, (case, largest)
 
 
+@pytest.mark.slow
 def test_factors_are_exact(pool2: Pool) -> None:
     check(pool2, QUICK, "tp")
 
@@ -68,6 +69,7 @@ def errors_of_own_plans() -> dict[str, tuple[float, str]]:
     return {method: error(method.partition(",")[0], plan) for method, plan in plans.items()}
 
 
+@pytest.mark.slow
 def test_plans_of_users_split_adapted_layers_too(pool2: Pool) -> None:
     for found in pool2.run(errors_of_own_plans):
         for method, largest in found.items():

@@ -71,6 +71,7 @@ def outcomes(layout: str, directory: Path, methods: Iterable[str] = tuple(CONFIG
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", RIGHT)
 def test_right_or_refused(layout: str, tmp_path: Path, pool2: Pool) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path)

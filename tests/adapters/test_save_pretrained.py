@@ -63,6 +63,7 @@ def save(layout: str, directory: Path) -> dict[str, dict[str, Tensor | None]]:
 HERE = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-dp2-tp2", "megatron3-dp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(HERE, "fsdp2-tp2", "fsdp2-dp2-tp2"))
 def test_peft_reads_what_was_written(layout: str, nursery: Nursery, tmp_path: Path) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path)

@@ -70,6 +70,7 @@ def slow_ranks(directory: Path) -> tuple[list[str], list[float], list[str]]:
     return [line for line in said if "wait for rank" in line], logged(memory, "slowest_rank"), names
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(pool2: Pool) -> None:
     said, ratios, names = pool2.run(slow_ranks, trainer=True, with_directory=True, timeout=110)[0]
     assert len(said) == len(ratios) == 2

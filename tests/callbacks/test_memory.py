@@ -98,6 +98,7 @@ QUESTION = Question(
 )
 
 
+@pytest.mark.slow
 def test_the_levers_of_a_run() -> None:
     names = [name for name, _ in variants(QUESTION.run)]
     assert names[:3] == ["activation_checkpointing=True", "chunked_loss=1024", "reshard_after_forward=True"]

@@ -108,6 +108,7 @@ def resumed(directory: Path) -> list[tuple[int, int, list[float]]]:
     return results
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_counting(pool2: Pool) -> None:
     whole, first, second = pool2.run(resumed, trainer=True, with_directory=True, timeout=110)[0]
     assert whole[:2] == second[:2]
@@ -128,6 +129,7 @@ def compare_waits() -> tuple[Counter[str], Counter[str], Counter[str]]:
     return waits(False, 1000), waits(True, 1000), waits(True, 2)
 
 
+@pytest.mark.slow
 def test_nothing_waits_between_two_logs(pool2: Pool) -> None:
     without, between, often = pool2.run(compare_waits, trainer=True, timeout=115)[0]
     # The folder of the bar's and the callbacks' own start and end: one sum of what is left.

@@ -49,6 +49,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((value - other[name]).abs().max()) for name, value in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
@@ -74,6 +75,7 @@ def test_averages_are_those_of_one_device(
     assert difference({n: stored["current_model_state"][n] for n in two["average"]}, two["average"]) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "first"),
     [

@@ -61,6 +61,7 @@ def save_what_was_computed(layout: str, directory: Path) -> tuple[dict[str, torc
     return parameters, {name: value.load() for name, value in stored.items()}
 
 
+@pytest.mark.slow
 def test_hooks_compute_with_what_is_saved(pool2: Pool, tmp_path: Path) -> None:
     """In shards, also those of which ranks hold uneven numbers of rows."""
     for layout in ("fsdp2-dp2", "megatron3-dp2"):

@@ -144,6 +144,7 @@ def resume_plainly(path: Path, directory: Path) -> dict[str, Any]:
     return {"losses": module.losses, "parameters": parameters}
 
 
+@pytest.mark.slow
 def test_out_of_a_folder(nursery: Nursery, pool2: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = pool2.run(train, tmp_path, trainer=True)[0]
     path = str(tmp_path / "epoch=0.ckpt")

@@ -107,6 +107,7 @@ def evaluate_best(directory: Path, distributed: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False])
 def test_weights_alone_can_be_evaluated_but_not_resumed(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
     for result in pool2.run(evaluate_best, tmp_path, distributed, trainer=True):
@@ -186,6 +187,7 @@ def load_another_model(directory: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(pool2: Pool, tmp_path: Path) -> None:
     shape, names = pool2.run(load_another_model, tmp_path, trainer=True)[0]
     assert "lm_head.weight has the shape (61, 24) in the checkpoint and (60, 24) in the model" in shape
@@ -225,6 +227,7 @@ def load_what_was_copied(directory: Path) -> tuple[float, str]:
     return max(float((value - trained[name]).abs().max()) for name, value in loaded.items()), refused
 
 
+@pytest.mark.slow
 def test_what_is_loaded_does_not_go_into_a_copy(pool2: Pool, tmp_path: Path) -> None:
     for difference, refused in pool2.run(load_what_was_copied, tmp_path, trainer=True):
         assert difference == 0
@@ -278,6 +281,7 @@ def load_what_was_named(directory: Path, distributed: bool) -> list[float]:
     return differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False])
 def test_methods_that_add_entries_or_load_parts(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
     assert pool2.run(load_what_was_named, tmp_path, distributed, trainer=True) == [[0, 0]] * 2

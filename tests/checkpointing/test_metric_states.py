@@ -38,6 +38,7 @@ def count(arguments: dict[str, Any], path: Path, *, resumes: bool) -> list[Any]:
     return module.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_every_sample_counts_once(nursery: Nursery, pool2: Pool, tmp_path: Path, is_folder: bool) -> None:
     arguments, path = {"save_distributed_checkpoint": is_folder}, tmp_path / "x.ckpt"

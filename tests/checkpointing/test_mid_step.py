@@ -75,6 +75,7 @@ def pools(nursery: Nursery, pool2: Pool, pool4: Pool) -> dict[int, Pool]:
     return {1: Pool(nursery, 1), 2: pool2, 4: pool4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", with_long(LAYOUTS, *list(LAYOUTS)[:6]))
 def test_it_goes_on_in_any_layout(pools: dict[int, Pool], tmp_path: Path, source: str) -> None:
     """Two of three micro-batches are through, in the second epoch. Every layout is resumed from two others. Loaders
@@ -150,6 +151,7 @@ def run_with(name: str, directory: Path) -> list[tuple[list[float], float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_what_callbacks_set_for_an_epoch(name: str, pool2: Pool, tmp_path: Path) -> None:
     for rank in pool2.run(run_with, name, tmp_path, trainer=True):

@@ -52,6 +52,7 @@ CASES = [(kind, layout) for kind in SUBJECTS for layout in LAYOUTS]
 LONG = [case for case in CASES if case not in (("heads", "dp"), ("heads", "DDP"), ("experts", "dp"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), with_long(CASES, *LONG))
 def test_it_goes_on_where_it_was(kind: str, layout: str, nursery: Nursery, tmp_path: Path) -> None:
     pool = Pool(nursery, 4 if layout == "dp-tp" else 2)

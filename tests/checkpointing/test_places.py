@@ -80,6 +80,7 @@ def go_on_from_everywhere(directory: Path, arguments: dict[str, Any]) -> dict[st
     return different
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"val_check_interval": 2}, {"limit_val_batches": 0}], ids=["validates", "not"])
 def test_a_run_goes_on_with_its_draws(nursery: Nursery, tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Also from within the last validation of an epoch, and from the start of an epoch."""

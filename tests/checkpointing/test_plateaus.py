@@ -72,6 +72,7 @@ def test_rates_are_those_of_the_run_that_was_not_stopped(
         assert found == pytest.approx(whole[done:]), resume
 
 
+@pytest.mark.slow
 def test_ranks_agree(nursery: Nursery, pool2: Pool, tmp_path: Path) -> None:
     whole = Pool(nursery, 1).run(run, {}, {}, tmp_path, None, False, trainer=True)[0]
     for resume, done in (("mid.ckpt", MIDDLE), ("epoch=1.ckpt", 2 * BATCHES)):

@@ -35,6 +35,7 @@ def furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return max(float((actual[name] - expected[name]).abs().max()) for name in expected)
 
 
+@pytest.mark.slow
 def test_the_same_layout_is_bitwise_the_same(pool2: Pool, tmp_path: Path) -> None:
     """The first run saves in the background."""
     whole = pool2.run(train, {"tp": 2, "async_save": True}, tmp_path / "a", 3, trainer=True)
@@ -45,6 +46,7 @@ def test_the_same_layout_is_bitwise_the_same(pool2: Pool, tmp_path: Path) -> Non
         assert furthest(again[rank]["parameters"], whole[rank]["parameters"]) == 0
 
 
+@pytest.mark.slow
 def test_across_layouts_and_kinds(nursery: Nursery, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     """tp=2 -> dp=2 -> one process -> dp=2 x tp=2 and dp_replicate=2 x tp=2; the second writes a plain file. The tied
     vocabulary is odd.
@@ -100,6 +102,7 @@ def train_thawing(sizes: dict[str, Any], directory: Path, resume: Path | None = 
     return train(sizes, directory, 3, module=Unfrozen(), resume=resume)
 
 
+@pytest.mark.slow
 def test_what_was_thawed_trains_on(pool2: Pool, tmp_path: Path) -> None:
     whole = pool2.run(train_thawing, {"tp": 2}, tmp_path / "a", trainer=True)[0]
     for sizes in ({}, {"tp": 2, "save_distributed_checkpoint": False}):

@@ -23,6 +23,7 @@ def saved_by(layout: str, directory: Path, steps: int, resume: Path | None) -> t
     return sorted(path.name for path in directory.iterdir()), module.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(["megatron3-dp2", "fsdp2-tp2", "ddp-2"], "fsdp2-tp2", "ddp-2"))
 def test_the_step_of_the_checkpoint_is_not_saved_again(pool2: Pool, tmp_path: Path, layout: str) -> None:
     """Behind the first micro-batch of the next one, which under Megatron-FSDP is an error."""
@@ -51,6 +52,7 @@ def save_on_one_rank(layout: str, path: Path) -> None:
     make_trainer(strategy, max_steps=2).fit(module, batches(LAYOUTS[layout].data_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(["fsdp2-dp2", "ddp-2"], "ddp-2"))
 def test_one_rank_alone_is_told(pool2: Pool, tmp_path: Path, layout: str) -> None:
     """Before it meets the others in the wrong collective, which would end the process."""

@@ -42,6 +42,7 @@ def train(environment: dict[str, str], arguments: dict[str, Any], folder: str, r
     return fit({"tp": 2, **arguments}, folder, epochs=2, resume=resume)[0].losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", with_long([{"async_save": True}, PLAIN], PLAIN), ids=str)
 def test_an_object_store(pool2: Pool, store: dict[str, str], arguments: dict[str, Any]) -> None:
     folder = f"s3://bucket/{next(iter(arguments))}"

@@ -110,6 +110,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "place", "count", "saves"),
     with_long(CASES, *CASES[3:]),
@@ -165,6 +166,7 @@ def validate_and_go_on(layout: str, place: str, count: int, directory: Path) -> 
 WITHIN = [("fsdp2-dp2", "start", 5), ("ddp-2", "step", 6), ("fsdp2-tp2", "start", 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "place", "count"), with_long(WITHIN, *WITHIN[1:]))
 def test_batches_of_the_run_are_counted_once(pool2: Pool, tmp_path: Path, layout: str, place: str, count: int) -> None:
     """By Lightning's ``total_batch_idx``, which tells when to validate, and how far a batch was when it was saved."""

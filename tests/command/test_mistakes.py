@@ -132,6 +132,7 @@ def test_a_short_name_of_several_classes_is_one_line(
     assert "Adadelta: several classes have this name; give one in full: torch.optim.Adadelta, another_package" in line
 
 
+@pytest.mark.slow
 def test_a_process_prints_one_line_and_nothing_of_libraries() -> None:
     command = [str(Path(sys.executable).with_name("lightning-automodel")), "fit", "--foo"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}

@@ -137,6 +137,7 @@ def state_of_fsdp2() -> list[str]:
     return lacking + [name for name in names if not hasattr(group.fsdp_params[0], name)]
 
 
+@pytest.mark.slow
 def test_state_of_fsdp2(pool2: Pool) -> None:
     assert pool2.run(state_of_fsdp2) == [[], []]
 

@@ -266,6 +266,7 @@ def messages(config: FSDP2Config) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_what_a_part_of_the_features_does_not_tell_is_refused(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(messages, FSDP2Config(sequence_parallel=sequence_parallel)):
@@ -281,6 +282,7 @@ def errors() -> dict[str, tuple[float, str]]:
     return {name: compare(make, {"tp": 2}, 2, SCHEDULE).largest for name, make in EXACT.items()}
 
 
+@pytest.mark.slow
 def test_what_is_right_on_parts_is_exact(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
@@ -330,6 +332,7 @@ def mask_heads(config: FSDP2Config) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_masks_of_each_head_are_cut(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(mask_heads, FSDP2Config(sequence_parallel=sequence_parallel)):

@@ -65,6 +65,7 @@ def error(policy: str, sizes: dict[str, int], world: int) -> tuple[float, str]:
     return compare(build, sizes, world, config=FSDP2Config(tower_policy=policy), draw=draw).largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", with_long(["root", "replicate"], "replicate"))
 def test_a_batch_without_images_on_some_ranks(policy: str, pool2: Pool, pool4: Pool) -> None:
     for pool, sizes in ((pool2, {"dp_shard": 2}), (pool4, {"dp_shard": 2, "tp": 2})):

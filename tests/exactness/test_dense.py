@@ -52,6 +52,7 @@ def errors(family: str, tied: bool, world: int) -> dict[str, tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "family", "tied"),
     with_long(

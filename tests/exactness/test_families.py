@@ -55,6 +55,7 @@ def test_three_clipped_steps_of_two_micro_batches_on_a_mesh(kind: str, pool4: Po
     check(pool4.run(errors, runs, double=kind == "recurrent", with_directory=kind in FROM_FILES))
 
 
+@pytest.mark.slow
 def test_more_ranks_than_key_value_heads(pool4: Pool) -> None:
     runs = {
         f: Run(sizes={"tp": 4}, schedule=ONE_STEP) for f in ("llama", "qwen3", "gemma3_text", "mixtral", "starcoder2")
@@ -71,6 +72,7 @@ SPLIT_BY_STRUCTURE = (
 )
 
 
+@pytest.mark.slow
 def test_what_plans_do_not_say_is_found_in_the_structure(pool2: Pool) -> None:
     check(pool2.run(errors, {f: Run(sizes={"tp": 2}, schedule=ONE_STEP) for f in SPLIT_BY_STRUCTURE}))
 
@@ -106,6 +108,7 @@ def error_in_float64(family: str, run: Run) -> tuple[float, str]:
     return differences(family, run, find_inputs(tiny_model(family).train()), double=True).largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", with_long(["qwen3_5", "qwen3_5_moe"], "qwen3_5"))
 def test_composite_models_of_mixed_layers_in_float64(family: str, pool4: Pool) -> None:
     """Their recurrent layers amplify rounding in float32."""

@@ -37,6 +37,7 @@ def pool8(nursery: Nursery) -> Pool:
     return Pool(nursery, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(OF_EIGHT, *list(OF_EIGHT)[1:]))
 def test_eight_ranks(layout: str, pool8: Pool) -> None:
     config = IN_SEQUENCE if "tp" in OF_EIGHT[layout] else FSDP2Config()

@@ -34,6 +34,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 def test_layout_and_oracle_agree(pool2: Pool) -> None:
     for found in pool2.run(verdicts, FAMILIES):
         assert {name: verdict for name, verdict in found.items() if not verdict.agrees} == {}

@@ -99,6 +99,7 @@ def errors(config: FSDP2Config) -> dict[str, tuple[float, str]]:
     return {name: compare(make, {"tp": 2}, 2, schedule, config).largest for name, make in CASES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_it_has_the_numbers_of_one_process(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(errors, FSDP2Config(sequence_parallel=sequence_parallel)):
@@ -146,6 +147,7 @@ def errors_around_layers(sizes: dict[str, int]) -> dict[str, float]:
     return {name: compare(make, sizes, 2, schedule).largest[0] for name, make in made.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     with_long([{"cp": 2}, {"tp": 2}, {"dp_shard": 2}], {"cp": 2}, {"dp_shard": 2}),

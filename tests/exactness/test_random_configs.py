@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,7 @@ def error(family: str, fields: dict[str, Any]) -> tuple[float, str]:
     return compare(partial(build, family, fields), {"tp": 2}, 2, schedule, draw=draw).largest
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12,
     derandomize=True,

@@ -145,6 +145,7 @@ def errors(cases: list[Case], sizes: dict[str, int], world: int) -> dict[str, tu
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "sizes"),
     [
@@ -229,6 +230,7 @@ def warnings_of_three_steps(family: str) -> list[str]:
     return [str(w.message) for w in caught if "sequence_parallel=True has no effect" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_a_stream_that_stays_whole_is_named_once(pool2: Pool) -> None:
     (message,), others = pool2.run(warnings_of_three_steps, "gemma3n_text")
     assert "no effect on model.layers.0 and the blocks behind it" in message

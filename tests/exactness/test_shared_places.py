@@ -67,6 +67,7 @@ def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[],
     return {make.__name__: compare(make, sizes, world, schedule, config).largest for make in makers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", with_long([False, True], False))
 def test_what_stands_in_several_places_is_exact(sequence_parallel: bool, pool2: Pool) -> None:
     makers = SHARED if sequence_parallel else [*SHARED, norm_of_blocks_and_model]

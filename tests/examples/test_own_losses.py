@@ -125,6 +125,7 @@ def expected(models: Path, nursery: Nursery) -> dict[str, list[dict[str, Tensor]
     return Pool(nursery, 1).run(train, models, None, trainer=True, timeout=300)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long([*LAYOUTS, "ddp"], *LAYOUTS.keys() - {"tp"}, "ddp"))
 def test_every_gradient_is_that_of_one_process(pool2: Pool, models: Path, expected: Any, layout: str) -> None:
     found, other = pool2.run(train, models, layout, trainer=True, timeout=300)

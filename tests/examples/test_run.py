@@ -40,6 +40,7 @@ def fit(names: list[str], workspace: Path) -> None:
         main(["fit", f"--config=examples/{name}.yaml", "--trainer.max_steps=2", *more])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
 @pytest.mark.parametrize("some", with_long(SOME, "others", "megatron_fsdp"))
 def test_configs_train(pool2: Pool, workspace: Path, some: str) -> None:

@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", with_long(CASES, "full", "full, in the background", "read-only"))
 def test_the_checkpoint_before_is_there(pool2: Pool, tmp_path: Path, disk: Path, case: str) -> None:
     arguments, how, message = CASES[case]

@@ -90,6 +90,7 @@ CASES = {
 """The layout, what becomes of one rank, and what the error of the others says."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", with_long(CASES, "killed in forward", "fails", "hangs"))
 def test_the_others_say_who(pool4: Pool, tmp_path: Path, case: str) -> None:
     sizes, end, message = CASES[case]

@@ -102,6 +102,7 @@ CASES = {
 """Who is signalled when, ``ModelCheckpoint(save_last=...)``, whether it validates, and the step at which it ends."""
 
 
+@pytest.mark.slow
 def test_sigterm_on_one_rank(pool2: Pool, tmp_path: Path) -> None:
     """The first run saves in the background."""
     whole = pool2.run(train, {}, tmp_path / "whole", validate=True, trainer=True)
@@ -120,6 +121,7 @@ def test_sigterm_on_one_rank(pool2: Pool, tmp_path: Path) -> None:
                 assert other["metrics"] == undisturbed["metrics"], case
 
 
+@pytest.mark.slow
 def test_what_is_saved(nursery: Nursery, tmp_path: Path) -> None:
     """On one process: by a callback that saves on exceptions, and then only by it; by nobody where nobody saves."""
     alone = Pool(nursery, 1)
@@ -151,6 +153,7 @@ def train_on_slurm(directory: Path, sender: Signal | None) -> dict[str, Any]:
     return train({}, directory, sender, plugins=[SLURMEnvironment()])
 
 
+@pytest.mark.slow
 def test_slurms_signal(pool2: Pool, tmp_path: Path) -> None:
     """The job goes on until SLURM ends it, and the next one from the checkpoint."""
     first = pool2.run(train_on_slurm, tmp_path, Signal(1, 5, signal.SIGUSR1), trainer=True)

@@ -97,6 +97,7 @@ def count_frozen(module: Any) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_from_training_to_plain_peft(model_dir: Path, tmp_path: Path, pool2: Pool) -> None:
     (tmp_path / "straight").mkdir()
     found = pool2.run(trained, model_dir, tmp_path, trainer=True)[0]

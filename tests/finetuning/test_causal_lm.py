@@ -178,6 +178,7 @@ def _train_from(model_dir: Path, path: Path, resume: Path | None) -> dict[str, t
     return {name: p.full_tensor().detach() for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_step_that_was_interrupted_weighs_all_its_tokens(pool2: Pool, model_dir: Path, tmp_path: Path) -> None:
     """The checkpoint lies between its second and third micro-batch, which have different numbers of targets."""
     path = tmp_path / "two.ckpt"
@@ -201,6 +202,7 @@ def _adapt(model_dir: Path, directory: Path) -> dict[str, dict[str, torch.Tensor
     return trained
 
 
+@pytest.mark.slow
 def test_load_from_checkpoint_adds_the_base_of_an_adapter(pool2: Pool, model_dir: Path, tmp_path: Path) -> None:
     expected = pool2.run(_adapt, model_dir, tmp_path, trainer=True)[0]
     for kind in ("file", "folder"):

@@ -49,6 +49,7 @@ def config(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return path
 
 
+@pytest.mark.slow
 def test_fit_twice_then_evaluate_and_predict(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--config", str(config), "--trainer.strategy=auto"]
     for _ in range(2):
@@ -87,6 +88,7 @@ def test_an_adapter_by_switches(config: Path, tmp_path: Path, caplog: pytest.Log
     assert "parameters train" in caplog.text
 
 
+@pytest.mark.slow
 def test_our_refusals_are_one_line_and_exit_code_1(
     config: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

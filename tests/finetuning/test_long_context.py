@@ -15,6 +15,7 @@ def fit(arguments: list[str]) -> None:
     main(["fit", f"--config={EXAMPLE}", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
 def test_the_example_runs(pool2: Pool, model_dir: Path, tmp_path: Path) -> None:
     for index in range(8):

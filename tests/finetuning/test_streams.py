@@ -57,6 +57,7 @@ def _fit(model: str, root: str, files: str, steps: int, path: str | None = None)
     return list(whole_parameters(module).values())
 
 
+@pytest.mark.slow
 def test_a_stream_is_divided_and_goes_on(model_dir: Path, tmp_path: Path, files: Path, pool2: Pool) -> None:
     given = (str(model_dir), str(tmp_path), str(files))
     whole, _ = pool2.run(_fit, *given, 4, trainer=True)

@@ -90,6 +90,7 @@ def by_broadcast(directory: Path) -> dict[str, Any]:
     return {"differing": differing(module), "reads": reads.count, "said": messages.texts, "heads": heads}
 
 
+@pytest.mark.slow
 def test_one_replica_reads_for_all(pool4: Pool, saved: Path) -> None:
     results = pool4.run(by_broadcast, saved, trainer=True)
     assert [result["differing"] for result in results] == [[]] * 4
@@ -131,6 +132,7 @@ def resumed(model: Path, directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_resume_does_not_read_the_base_weights(pool2: Pool, saved: Path) -> None:
     """Unless the checkpoint leaves some of them out."""
     for result in pool2.run(resumed, saved, saved.parent, trainer=True):
@@ -160,6 +162,7 @@ def resumed_on_meta(directory: Path) -> tuple[bool, int]:
     return all(torch.equal(actual[name], value) for name, value in expected.items()), drawn
 
 
+@pytest.mark.slow
 def test_a_resume_draws_no_random_weights(pool2: Pool, tmp_path: Path) -> None:
     assert pool2.run(resumed_on_meta, tmp_path, trainer=True) == [(True, 0)] * 2
 

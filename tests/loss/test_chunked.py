@@ -158,6 +158,7 @@ def test_passes_that_a_compiler_would_fuse() -> None:
     check(None, examples=60, passes=UNCOMPILED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", with_long([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 def test_compiled_passes(dtype: torch.dtype) -> None:
     passes = compiled_passes("inductor", None)

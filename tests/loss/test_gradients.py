@@ -79,6 +79,7 @@ def check_norms() -> None:
     check()
 
 
+@pytest.mark.slow
 def test_norms(pool4: Pool) -> None:
     pool4.run(check_norms)
 

@@ -57,6 +57,7 @@ def errors(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("families", "sizes", "configs"),
     [

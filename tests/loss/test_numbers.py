@@ -110,6 +110,7 @@ def check_on_ranks() -> None:
         check(mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_passes(dtype: torch.dtype) -> None:
     drawn = cases(batch=st.just(2), vocabulary=st.just(41), dtype=st.just(dtype))
@@ -133,6 +134,7 @@ def test_whole_logits(check: Any) -> None:
     check(None)
 
 
+@pytest.mark.slow
 def test_logits_of_two_ranks(pool2: Pool) -> None:
     pool2.run(check_on_ranks)
 

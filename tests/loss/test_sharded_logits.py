@@ -154,6 +154,7 @@ def sweep(names: Set[str] | None) -> tuple[int, int, list[str]]:
     return right, refused, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [USED, pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(1300)])])
 def test_functions_of_torch_are_right_or_refused(names: Set[str] | None, pool2: Pool) -> None:
     for right, refused, wrong in pool2.run(sweep, names, timeout=100.0 if names else 1200.0):

@@ -52,6 +52,7 @@ def errors(cases: list[str], world: int) -> dict[str, tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"), with_long([(2, ["after", "experts"]), (4, ["before"])], (4, ["before"])), ids=["2", "4"]
 )

@@ -130,6 +130,7 @@ CASES = [(layout, fails_in) for layout in LAYOUTS for fails_in in ("forward", "b
 FAST = [("tp x dp_shard", "backward"), ("kept", "forward"), ("cp", "backward")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fails_in"), with_long(CASES, *(case for case in CASES if case not in FAST)))
 def test_training_goes_on(layout: str, fails_in: str, alone: Callable, pool2: Pool, pool4: Pool) -> None:
     sizes, fields = LAYOUTS[layout]

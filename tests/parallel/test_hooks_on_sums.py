@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +54,7 @@ def optimized_within(layout: str | None) -> list[Tensor]:
     return [whole(parameter) for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_an_optimizer_within_the_backward_pass_of_two_passes(pool2: Pool) -> None:
     expected = optimized_within(None)
     for layout in LAYOUTS:

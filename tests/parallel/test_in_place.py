@@ -74,6 +74,7 @@ def train(tp: int, dtype: torch.dtype, in_place: bool) -> tuple[set[bool], list[
     return places, [*steps, {name: whole(value) for name, value in model.state_dict().items()}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", with_long([torch.bfloat16, torch.float32], torch.bfloat16), ids=str)
 def test_the_numbers_are_those_of_copies(dtype: torch.dtype, tp: int, nursery: Nursery) -> None:

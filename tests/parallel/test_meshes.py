@@ -53,6 +53,7 @@ def errors() -> dict[str, tuple[float, str]]:
     return found | {"replicas": replicated.largest}
 
 
+@pytest.mark.slow
 def test_meshes_of_the_user(pool4: Pool) -> None:
     for found in pool4.run(errors):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}

@@ -123,6 +123,7 @@ def gradients_of_twins(strategy: Any, way: str) -> list[dict[str, Tensor]]:
     return module.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", with_long(WAYS, *list(WAYS)[1:]))
 def test_whole_parameters_of_users(way: str, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(gradients_of_twins, "auto", way, trainer=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rrelu, silu
@@ -48,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_one_process(pool2: Pool) -> None:
     for found in pool2.run(errors, CASES, Schedule(steps=1, length=13)):
         assert [where for error, where in found if not error <= BOUND] == []
@@ -101,6 +103,7 @@ def errors_of_factors() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_draws_of_users_are_those_of_one_process(pool2: Pool) -> None:
     for found in pool2.run(errors_of_factors):
         assert {name: error for name, error in found.items() if not error <= BOUND} == {}

@@ -61,6 +61,7 @@ def train(path: Path, sizes: dict[str, int], precision: Any, trains: dict[str, A
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SIZES)
 @pytest.mark.parametrize(("precision", "trains"), with_long(CASES, *CASES[1:]))
 def test_a_rank_holds_what_was_planned(layout: str, precision: str, trains: str, pool2: Pool, tmp_path: Path) -> None:

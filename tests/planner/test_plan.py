@@ -31,6 +31,7 @@ H100 = HARDWARE["h100"]
 searching = sys.modules[search.__module__]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_long(["dp2", "replicas2-shards2"], "replicas2-shards2"))
 def test_few_layers_tell_what_many_do(name: str) -> None:
     run = replace(run_of(LAYOUTS[name]), device_type="cuda")
@@ -49,6 +50,7 @@ TRAINS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_long(TRAINS, "in the middle"))
 def test_frozen_layers_behind_those_that_train_are_of_another_kind(name: str) -> None:
     """The backward pass goes through them; it never comes to frozen layers before."""
@@ -148,6 +150,7 @@ def test_the_step_of_a_shard_is_as_large_as_the_shard(family: str) -> None:
     assert step["temporaries"] <= step["parameters"]
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", f"--model={model_folder}", "--world=16", "--tp=2", "--seq=64", "--micro-batch=2", "--gpu=h200"]
     main([*args, "--sequence-parallel=true", "--activation_checkpointing=selective"])
@@ -157,6 +160,7 @@ def test_the_command_plans_a_run(model_folder: Path, capsys: pytest.CaptureFixtu
     assert "reduce_scatter  tp" in text
 
 
+@pytest.mark.slow
 def test_the_command_reads_what_a_run_prints_of_itself(
     model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -306,6 +310,7 @@ def test_the_search_finds_what_playing_every_layout_finds(
         assert one.peak == pytest.approx(other.peak, rel=1e-3 if one.run.micro_batch <= 2 else 0.02)
 
 
+@pytest.mark.slow
 def test_few_blocks_of_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the loss over a vocabulary that is split, forward and backward, where a block holds two rows."""
     run = replace(run_of(LAYOUTS["tp2"]), device_type="cuda")

@@ -39,6 +39,7 @@ LONG = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_long(LAYOUTS, *LONG))
 def test_a_played_step_is_a_real_one(real: Callable[[str], Real], name: str) -> None:
     expected, measured = played(name), real(name)
@@ -61,6 +62,7 @@ def test_saved_activations_are_what_autograd_saves(real: Callable[[str], Real], 
     assert saved["activations"] + saved["head and loss"] == pytest.approx(real(name).saved, rel=0.05)
 
 
+@pytest.mark.slow
 def test_every_rank_sends_as_much_as_its_place_says() -> None:
     one, last = (played("cp2-tp2-sequence", rank) for rank in (0, 3))
     assert one.counts == last.counts

@@ -66,6 +66,7 @@ def test_adapters_are_exact(sequence_parallel: bool, pool2: Pool) -> None:
         assert found[0] <= BOUND, found
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_are_exact(pool2: Pool) -> None:
     for build in (with_peft, beside_experts):
         for found in pool2.run(error, build, False):

@@ -159,6 +159,7 @@ def _error(build: Any, plan: Any, length: int = 12, sequence_parallel: bool = Fa
     return compare(build, {"tp": 2}, 2, replace(SCHEDULE, length=length), config).largest
 
 
+@pytest.mark.slow
 def test_custom_plans_are_exact(pool2: Pool) -> None:
     for found in pool2.run(errors) + pool2.run(errors_of_bare_pairs) + pool2.run(errors_of_cut_streams):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
@@ -173,6 +174,7 @@ def packed_on_data_ranks() -> tuple[float, list[str]]:
     return compare(build_packed, sizes, 4, SCHEDULE, config).largest[0], wrong
 
 
+@pytest.mark.slow
 def test_stacked_matrices_are_cut_on_columns_by_data_ranks(pool4: Pool) -> None:
     for error, wrong in pool4.run(packed_on_data_ranks):
         assert error < BOUND

@@ -132,6 +132,7 @@ def errors(names: list[str], world: int) -> dict[str, tuple[float, str]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["ltx2"], pytest.param(list(MODELS), marks=pytest.mark.long)], ids=["one", "all"])
 def test_models_equal_one_process(pool2: Pool, names: list[str]) -> None:
     for found in pool2.run(errors, names, 2):

@@ -263,6 +263,7 @@ def errors() -> dict[str, tuple[float, str]]:
     }
 
 
+@pytest.mark.slow
 def test_sums_are_exact_and_so_is_what_takes_its_collectives_one_by_one(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}

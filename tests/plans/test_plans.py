@@ -77,6 +77,7 @@ def errors() -> dict[str, tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_form_of_a_plan_is_exact(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert {form: error for form, error in found.items() if error[0] > BOUND} == {}

@@ -186,6 +186,7 @@ def on_ranks(strategy: str, name: str, folder: Path) -> tuple[dict[str, Tensor],
     return run(make(), name, data_ranks, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", with_long(FEATURES, *(name for name in FEATURES if name not in FAST)))
 def test_as_on_one_device(name: str, pool2: Pool, tmp_path: Path) -> None:
     weights, steps, rates = run(SingleDeviceStrategy(), name, 1, tmp_path)

@@ -163,6 +163,7 @@ ALL = [
 FAST = [(Adapted, "fsdp2-dp2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))
 def test_steps_are_those_of_one_process(kind: type[Rewarded], layout: str, nursery: Nursery) -> None:
     ranks = (HYBRID if layout == "hybrid" else LAYOUTS[layout]).ranks

@@ -88,11 +88,13 @@ def asked(name: str, layout: str, inputs: Inputs | None, switches: Mapping[str, 
     return module.equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2-dp2", "megatron3-dp2"])
 def test_windows_are_as_many_as_a_recording_is_long(layout: str, pool2: Pool) -> None:
     assert pool2.run(asked, "whisper", layout, None, trainer=True) == [[True] * 4] * 2
 
 
+@pytest.mark.slow
 def test_images_are_on_one_data_rank_only(pool2: Pool) -> None:
     inputs = find_inputs(tiny_model("llava"))
     assert inputs.tokens

@@ -46,6 +46,7 @@ def train_often(count: int, directory: Path) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [10, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
 def test_threads_and_files_stay_those_of_two_trainers(count: int, pool2: Pool, tmp_path: Path) -> None:
     for found in pool2.run(train_often, count, tmp_path, trainer=True, timeout=6.0 * count):
@@ -97,6 +98,7 @@ def fail_and_go_on() -> dict[str, Any]:
     return {"held": [*before[1:], held()], "losses": fresh.losses}
 
 
+@pytest.mark.slow
 def test_a_run_that_fails(pool2: Pool) -> None:
     for found in pool2.run(fail_and_go_on, trainer=True):
         assert len(set(found["held"])) == 1

@@ -38,6 +38,7 @@ def several(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_whatever_one_rank_draws(pool2: Pool) -> None:
     """The same seed gives the same run, another seed another one; the user's own draws are the user's."""
     cases = {
@@ -162,6 +163,7 @@ def resumed(directory: Path, strategy: dict[str, Any], steps: int) -> dict[str, 
     return {"whole": whole, "again": again, "elsewhere": elsewhere}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_the_whole_one_draws(pool2: Pool, tmp_path: Path) -> None:
     """On another layout it draws from the seed of the checkpoint, too, whatever that process was seeded with."""
     for found in pool2.run(resumed, tmp_path, {"tp": 2}, 4, trainer=True):

@@ -59,6 +59,7 @@ def expected(models: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFa
     return Pool(nursery, 1).run(train, None, models, tmp_path_factory.mktemp("one"), CASES, trainer=True)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(LAYOUTS, *LONG))
 def test_everything_equals_one_process(
     layout: str, expected: dict[str, Any], models: Path, nursery: Nursery, tmp_path: Path
@@ -98,6 +99,7 @@ def continue_with(layout: str | None, path: Path, directory: Path, epochs: int, 
     return run_everything(module, strategy, devices, data_size, directory / str(epochs), epochs, resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", with_long(CHAINS, "all"))
 def test_checkpoints_go_from_strategy_to_strategy(links: str, models: Path, nursery: Nursery, tmp_path: Path) -> None:
     chain = CHAINS[links]

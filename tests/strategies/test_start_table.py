@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_automodel import FSDP2Config
@@ -33,6 +34,7 @@ def start_and_resume(directory: Path) -> list[list[str]]:
     return tables
 
 
+@pytest.mark.slow
 def test_it_says_what_runs(pool4: Pool) -> None:
     ranks = pool4.run(start_and_resume, trainer=True, with_directory=True)
     first, resumed, short, kept = ranks[0]

@@ -68,6 +68,7 @@ def gradients_of_composite(tp: int) -> list[dict[str, Tensor]]:
     return module.gradients
 
 
+@pytest.mark.slow
 def test_several_models_and_a_layer_beside_them(pool1: Pool, pool2: Pool, pool4: Pool) -> None:
     expected = pool1.run(gradients_of_composite, 1, trainer=True)[0]
     for pool in (pool2, pool4):
@@ -105,6 +106,7 @@ def optimize(tp: int) -> list[dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_clipping_and_fused_optimizers(pool1: Pool, pool4: Pool) -> None:
     expected, actual = (pool.run(optimize, tp, trainer=True)[0] for pool, tp in ((pool1, 1), (pool4, 2)))
     for optimizer, one, many in zip(OPTIMIZERS, expected, actual, strict=True):
@@ -191,6 +193,7 @@ def watch(tp: int, directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_callbacks(pool2: Pool, tmp_path: Path) -> None:
     for tp in (1, 2):
         directory = tmp_path / str(tp)
@@ -295,6 +298,7 @@ def refuse_compiled() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_torch_compile(pool2: Pool, tmp_path: Path) -> None:
     expected = pool2.run(fit_plainly, tmp_path / "plain", trainer=True)[0]
     for which in ("inside", "outside"):

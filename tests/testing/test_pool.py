@@ -157,6 +157,7 @@ def test_a_rank_that_dies_is_reported(pool2: Pool) -> None:
     assert pool2.run(summed_rank) == [1.0] * 2
 
 
+@pytest.mark.slow
 def test_a_deadlock_shows_the_stacks_of_all_ranks(pool4: Pool) -> None:
     pool4.run(summed_rank)
     start = time.monotonic()

@@ -161,6 +161,7 @@ def error_of_one_graph(exchange: str) -> tuple[float, str]:
     return compare(build, {"cp": 2}, 2, Schedule(steps=2, micro_batches=1), config, draw=of_lengths).largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", with_long(["gather", "all_to_all"], "all_to_all"))
 def test_compiled_and_recomputed_blocks(exchange: str, pool2: Pool) -> None:
     for error, name in pool2.run(error_of_one_graph, exchange, timeout=120):

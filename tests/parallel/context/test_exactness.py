@@ -52,6 +52,7 @@ QUICK = [LENGTHS[0], LENGTHS[3], MASKS[0], MASKS[3], MASKS[-1], KINDS[1], KINDS[
 MESHES = [LENGTHS[0], MASKS[1], MASKS[3], KINDS[0], KINDS[3], replace(KINDS[8], checkpointing=True), KINDS[-3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "sizes"),
     with_long(
@@ -159,11 +160,13 @@ def run_errors(runs: dict[str, Run]) -> dict[str, tuple[float, str]]:
     return {family: differences(family, run).largest for family, run in runs.items()}
 
 
+@pytest.mark.slow
 def test_three_clipped_steps_with_levers(pool2: Pool, pool4: Pool) -> None:
     for result in (*pool2.run(run_errors, RUNS), *pool4.run(run_errors, RUNS4)):
         assert {family: error for family, error in result.items() if error[0] > BOUND} == {}
 
 
+@pytest.mark.slow
 def test_heads_are_exchanged(pool2: Pool) -> None:
     for result in pool2.run(run_errors, EXCHANGED):
         assert {family: error for family, error in result.items() if error[0] > BOUND} == {}

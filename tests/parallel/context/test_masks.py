@@ -42,6 +42,7 @@ def rows_of_masks(family: str, beside: dict[str, Tensor], implementation: str, e
     return largest.rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", with_long(["sdpa", "eager"], "eager"))
 def test_no_rank_has_the_whole_mask(pool2: Pool, implementation: str) -> None:
     for family, beside in (("gemma3_text", PACKED), ("llama", PADDED)):

@@ -88,6 +88,7 @@ def states(module: Experts) -> dict[tuple[str, str], torch.Tensor]:
     return {place: whole(value) for place, value in kept.items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target", "at"),
     with_long([(1, 2, 4), (2, 4, 5), (4, 1, 5)], (1, 2, 4), (2, 4, 5)),
@@ -106,6 +107,7 @@ def test_runs_of_every_ep_go_on_from_one_another(
     assert largest_difference(again, expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_what_one_ep_saves_another_reads_bit_by_bit(pool4: Pool, tmp_path: Path) -> None:
     saved = pool4.run(run, {"ep": 4}, tmp_path / "a.ckpt", None, None, 8, trainer=True)[0]
     read = pool4.run(run, {"ep": 1}, None, tmp_path / "a.ckpt", trainer=True)[0]
@@ -126,6 +128,7 @@ def validated(sizes: dict[str, int] | None) -> dict[str, float]:
     return {"before": before, "after": float(trainer.callback_metrics["val_loss"])}
 
 
+@pytest.mark.slow
 def test_validation_with_uneven_batches(nursery: Nursery, pool4: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(validated, None, trainer=True)
     assert expected["after"] != pytest.approx(expected["before"], rel=1e-2)
@@ -133,6 +136,7 @@ def test_validation_with_uneven_batches(nursery: Nursery, pool4: Pool) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_alone(nursery: Nursery, pool4: Pool, tmp_path: Path) -> None:
     path = tmp_path / "ep.ckpt"
     saved = pool4.run(run, {"ep": 2}, path, None, trainer=True)[0]
@@ -140,6 +144,7 @@ def test_a_checkpoint_goes_on_alone(nursery: Nursery, pool4: Pool, tmp_path: Pat
     assert largest_difference(alone, saved) < 2e-5
 
 
+@pytest.mark.slow
 def test_files_are_read_and_written_as_by_one_process(nursery: Nursery, pool4: Pool, tmp_path: Path) -> None:
     tiny_experts().save_pretrained(tmp_path)
     expected = Pool(nursery, 1).run(run, None, None, None, trainer=True)[0]

@@ -44,6 +44,7 @@ LEVERS = {
 LONG = ("compiled", "each child checkpointed", "gradients reduced at once", "blocks in one unit", "selective")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lever", with_long(LEVERS, *LONG))
 def test_beside(lever: str, pool4: Pool) -> None:
     families = ("qwen3_moe",) if "compiled" in lever else ("qwen3_moe", "deepseek_v3")

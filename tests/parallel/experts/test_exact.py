@@ -21,11 +21,13 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(SIZES, *list(SIZES)[:3], list(SIZES)[4]))
 def test_three_clipped_steps_of_two_micro_batches(layout: str, pool4: Pool) -> None:
     check(pool4.run(errors, {f: Run(sizes=SIZES[layout], schedule=SCHEDULE, changes=EIGHT) for f in FAMILIES}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("families", with_long([FAMILIES[1], " ".join(FAMILIES)], " ".join(FAMILIES)))
 def test_sequence_parallelism_checkpointing_and_an_odd_number_of_tokens(families: str, pool4: Pool) -> None:
     config = FSDP2Config(sequence_parallel=True, activation_checkpointing=True)

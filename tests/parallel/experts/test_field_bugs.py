@@ -38,6 +38,7 @@ def starved_errors(implementations: tuple[str, ...], checkpointing: bool) -> dic
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", with_long([False, True], True))
 def test_ranks_without_rows_compute_along(checkpointing: bool, pool4: Pool) -> None:
     for found in pool4.run(starved_errors, ("eager", "grouped_mm", "batched_mm"), checkpointing):
@@ -183,6 +184,7 @@ CASES: dict[str, Callable[[], tuple[float, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [list(CASES)[:3], pytest.param(list(CASES)[3:], marks=pytest.mark.long)], ids=["passes", "settings"]
 )
@@ -198,6 +200,7 @@ def with_jitter() -> tuple[float, str]:
     return compare(lambda: tiny_model("phimoe", **EIGHT, **changes), SIZES, 4, SCHEDULE, config).largest
 
 
+@pytest.mark.slow
 def test_recomputed_routes_are_those_of_the_forward_pass(pool4: Pool) -> None:
     for error in pool4.run(with_jitter):
         assert error[0] < BOUND, error

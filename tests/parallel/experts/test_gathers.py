@@ -13,6 +13,7 @@ from tests.support.families import tiny_config
 LAYERS = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "switches", "gathered_again", "there_and_back"),
     [

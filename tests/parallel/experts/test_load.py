@@ -82,6 +82,7 @@ def logged(directory: Path) -> list[dict[str, Any]]:
     return memory.logged
 
 
+@pytest.mark.slow
 def test_a_run_logs_it(pool2: Pool, tmp_path: Path) -> None:
     tiny_experts().save_pretrained(tmp_path)
     loads = [row["train/expert_load"] for row in pool2.run(logged, tmp_path, trainer=True)[0] if "train/loss" in row]

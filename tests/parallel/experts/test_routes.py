@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -81,6 +82,7 @@ def largest_errors(drawn: list[Case]) -> list[float]:
     return [largest_error(case) for case in drawn]
 
 
+@pytest.mark.slow
 def test_any_routes_give_the_numbers_of_one_process(pool4: Pool) -> None:
     drawn: list[Case] = []
 

@@ -21,6 +21,7 @@ def plan(family: str) -> dict[str, str]:
     return {"extends": "model", **tiny_model(family).ep_plan}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", with_long(["tp=2", "dp_shard=2 x tp=2"], "dp_shard=2 x tp=2"))
 def test_it_is_exact(kind: str, pool2: Pool, pool4: Pool) -> None:
     levers = {} if kind == "tp=2" else {"sequence_parallel": True, "activation_checkpointing": True}

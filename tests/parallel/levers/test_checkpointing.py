@@ -74,6 +74,7 @@ def errors() -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_one_process(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert [where for error, where in found if error > BOUND] == []
@@ -92,6 +93,7 @@ def image_errors() -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_towers_and_four_ranks(pool4: Pool) -> None:
     for found in pool4.run(image_errors):
         assert max(found) <= (BOUND, "")
@@ -113,6 +115,7 @@ def bits() -> dict[str, list[str]]:
     return {**found, "names": [n for n, _ in whole.named_parameters() if n not in names]}
 
 
+@pytest.mark.slow
 def test_casts_and_random_numbers_are_repeated(pool2: Pool) -> None:
     for found in pool2.run(bits):
         assert found == {**{str(mode): [] for mode in MODES}, "names": []}
@@ -292,6 +295,7 @@ def all_by_transformers() -> list[tuple[float, str]]:
     return [by_transformers(*case) for case in ASKED] + [by_transformers("after", {}, {"tp": 2}, cut=True)]
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_enable(pool2: Pool) -> None:
     for found in pool2.run(all_by_transformers):
         assert [(error, where) for error, where in found if error > BOUND] == []

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from lightning_automodel.config import FSDP2Config
@@ -131,6 +132,7 @@ def all_cases() -> list[dict[str, Any]]:
     return [per_block(sizes, fields, micro) for sizes, fields, micro, _ in CASES]
 
 
+@pytest.mark.slow
 def test_what_a_block_costs(pool2: Pool) -> None:
     for found in pool2.run(all_cases):
         for (sizes, fields, micro, expected), actual in zip(CASES, found, strict=True):
@@ -197,12 +199,14 @@ SCHEDULES: list[tuple[dict[str, Any], list[int], list[int], list[int]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_blocks_are_gathered_ahead_and_freed(pool2: Pool) -> None:
     for fields, forward, backward, held in SCHEDULES:
         expected = {"forward": forward, "backward": backward, "held": held}
         assert pool2.run(gathered, fields) == [expected] * 2, fields
 
 
+@pytest.mark.slow
 def test_pairs_of_ranks_hold_blocks_between_the_passes(pool4: Pool) -> None:
     fields: dict[str, Any] = {"reshard_after_forward": 2}
     (as_true,) = (row for row in SCHEDULES if row[0] == {"reshard_after_forward": True})

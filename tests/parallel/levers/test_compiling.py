@@ -70,6 +70,7 @@ def generated(model: Any) -> torch.Tensor:
         return model.eval().generate(token_ids(), max_new_tokens=3, do_sample=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", with_long(range(len(CASES)), 1), ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
 )

@@ -49,6 +49,7 @@ def runs(cases: list[tuple[dict[str, int], dict[str, Any]]]) -> list[dict[str, A
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES[:1], pytest.param(CASES[1:], marks=pytest.mark.long)], ids=["one", "others"])
 def test_layers_and_numbers(pool2: Pool, cases: list[tuple[dict[str, int], dict[str, Any]]]) -> None:
     for ranks in pool2.run(runs, cases, timeout=110):

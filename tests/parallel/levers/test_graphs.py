@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +39,7 @@ def error_of(case: Step, inputs: tuple[Tensor, Tensor]) -> float:
     return max(float((one - two).abs().max()) for one, two in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_collectives_in_a_graph(pool2: Pool) -> None:
     for errors in pool2.run(in_graphs):
         assert max(errors.values()) < 1e-4, errors

@@ -48,6 +48,7 @@ def errors() -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_one_process(pool2: Pool) -> None:
     for found in pool2.run(errors):
         assert [where for error, where in found if error > 1e-5] == []

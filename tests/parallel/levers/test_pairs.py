@@ -96,6 +96,7 @@ def errors(rows: list[Row]) -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(LEVERS["layout"], "dp_replicate", "dp_shard", "sp"))
 def test_pairs_are_exact(layout: str, pool2: Pool) -> None:
     installed = find_spec("torchao") is not None

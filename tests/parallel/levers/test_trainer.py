@@ -47,6 +47,7 @@ def losses(levers: dict[str, Any], kind: type[TinyModule] = WithLayer, tp: int =
     return module.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", with_long([2, 0], 0))
 def test_same_losses(tp: int, pool2: Pool) -> None:
     found, expected = (pool2.run(losses, levers, tp=tp, trainer=True) for levers in (LEVERS, {}))

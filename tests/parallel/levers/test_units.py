@@ -47,6 +47,7 @@ def errors(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tupl
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES[::3], pytest.param(CASES, marks=pytest.mark.long)], ids=["some", "all"])
 def test_numbers_are_those_of_one_process(pool2: Pool, cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> None:
     for found in pool2.run(errors, cases, timeout=110):

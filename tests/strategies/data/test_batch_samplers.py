@@ -141,6 +141,7 @@ def in_turn(ranks: list[list[list[int]]]) -> list[list[int]]:
     return [rank[i] for i in range(longest) for rank in ranks if i < len(rank)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_passed", [False, True], ids=["hook", "passed"])
 def test_batches_are_those_of_one_device(is_passed: bool, nursery: Nursery, pool2: Pool) -> None:
     one = Pool(nursery, 1).run(run, None, 1, is_passed, trainer=True)[0]
@@ -162,6 +163,7 @@ def test_batches_are_those_of_one_device(is_passed: bool, nursery: Nursery, pool
     assert rebuilt[:2] == [[2, 0], [3, 1]]
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_group_has_all_batches(nursery: Nursery, pool2: Pool) -> None:
     one = Pool(nursery, 1).run(run, None, 1, True, trainer=True)[0]
     for rank in pool2.run(run, {"tp": 2}, 1, True, trainer=True):

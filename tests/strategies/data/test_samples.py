@@ -144,6 +144,7 @@ def trained(on_one_device: bool, size: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_samplers_of_users_say_what_is_seen(nursery: Nursery, pool2: Pool) -> None:
     one = Pool(nursery, 1).run(trained, True, 1, trainer=True)[0]
     ranks = pool2.run(trained, False, 2, trainer=True)

@@ -154,6 +154,7 @@ def kinds(path: Path, everything: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_rest_is_that_of_the_run_that_was_not_stopped(
     nursery: Nursery, pool2: Pool, ranks: int, tmp_path: Path

@@ -126,6 +126,7 @@ def test_uneven_evaluation_equals_one_process(case: str, nursery: Nursery, pool2
     assert ranks[0]["fillers"] + ranks[1]["fillers"] > 0
 
 
+@pytest.mark.slow
 def test_limits_and_tensor_parallel_groups(nursery: Nursery, pool4: Pool) -> None:
     limits: dict[str, Any] = {f"limit_{stage}_batches": 2 for stage in ("val", "test", "predict")}
     (one,) = Pool(nursery, 1).run(evaluate, 1, 1, [3], False, trainer=True)

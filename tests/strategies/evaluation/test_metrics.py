@@ -232,6 +232,7 @@ def penalize() -> tuple[float, list[float], float, float]:
     return module.error, module.losses, run.callback_metrics["penalty"].item(), penalty
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_dtensor(pool4: Pool) -> None:
     error, losses, logged, penalty = pool4.run(penalize, trainer=True)[0]
     assert error < 1e-6
@@ -251,6 +252,7 @@ def throughput(strategy: Any, data_size: int) -> float | None:
     return None if last is None else last.get("train/samples_per_sec", 0) / last["train/device/samples_per_sec"]
 
 
+@pytest.mark.slow
 def test_throughput_counts_data_ranks(pool2: Pool, pool4: Pool) -> None:
     assert pool4.run(throughput, {"tp": 2}, 2, trainer=True)[0] == pytest.approx(2)
     assert pool2.run(throughput, {"tp": 2}, 1, trainer=True)[0] == 0  # one data rank: no other number than its own

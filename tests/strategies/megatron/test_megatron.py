@@ -104,6 +104,7 @@ def accumulate(stage: int | None) -> dict[str, Any]:
     return {name: value - before[name].detach() for name, value in after.items() if value is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", with_long([1, 3], 3))
 def test_the_sum_of_many_micro_batches_is_wide(stage: int, pool2: Pool) -> None:
     """In bfloat16 it was 0.05 off and more."""
@@ -240,6 +241,7 @@ def step_by_hand(stage: int | None, tp: int = 1) -> list[float]:
     return module.losses
 
 
+@pytest.mark.slow
 def test_optimization_by_hand(pool2: Pool) -> None:
     expected = pool2.run(step_by_hand, None, trainer=True)[0]
     for stage in range(4):
@@ -343,6 +345,7 @@ LOOPS: list[tuple[int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_plain_loop(nursery: Nursery, pool2: Pool) -> None:
     norms, parameters = Pool(nursery, 1).run(loop, None)[0]
     for stage, tp, fields in LOOPS:

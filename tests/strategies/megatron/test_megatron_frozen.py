@@ -66,6 +66,7 @@ def test_teachers_keep_their_digits(layout: str, pool2: Pool, tmp_path: Path) ->
         assert files[name].equal(original), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["megatron1-dp2", "megatron3-dp2"])
 def test_small_changes_add_up(layout: str, pool2: Pool, tmp_path: Path) -> None:
     expected = pool2.run(run, "ddp-2", tmp_path / "ddp", True, trainer=True)[0]
@@ -136,6 +137,7 @@ def said(module: Descending) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_rows_that_are_cut_apart_are_not_combined(pool2: Pool) -> None:
     """Some ranks would combine unlike rows, by broadcasting, and others would end in an error of sizes."""
     for one_by_one in (True, False):

@@ -329,6 +329,7 @@ def on_ranks(layout: str, cases: list[type[Recorder]]) -> list[dict[str, Any]]:
 LONG = ("megatron0-dp2", "megatron1-dp2", "megatron2-dp2", "megatron3-tp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(("megatron3-dp2", *LONG), *LONG))
 def test_weights_are_those_of_one_device(layout: str, pool2: Pool) -> None:
     without_plan = (Skips, Saliency)
@@ -519,6 +520,7 @@ def meet_refusals(directory: Path) -> list[str]:
     return [*messages, str(failed.value)]
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_is_said(pool2: Pool, tmp_path: Path) -> None:
     for scalar, given, saved, resumed in pool2.run(meet_refusals, tmp_path, trainer=True):
         assert "scale of LlamaForCausalLM has no dimensions" in scalar

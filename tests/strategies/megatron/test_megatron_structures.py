@@ -341,6 +341,7 @@ def on_ranks(layout: str) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
     return [run(LAYOUTS[layout].make(), LAYOUTS[layout].data_size, case) for case in of(layout)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", with_long([f"megatron{i}-dp2" for i in range(4)], *(f"megatron{i}-dp2" for i in range(3)))
 )

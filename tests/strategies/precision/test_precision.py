@@ -207,6 +207,7 @@ def scaled(tp: int, directory: Any, fused: bool = False, manual: bool = False, b
     return {name: getattr(module, name) for name in ("changes", "largest", "scales")} | {"resumed": resumed.scales}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "settings"), with_long([(1, {}), (2, {"fused": True}), (1, {"manual": True}), (2, {"by": "value"})], (1, {}))
 )

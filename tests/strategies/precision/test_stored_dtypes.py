@@ -119,6 +119,7 @@ def normalize(layout: str | None, precision: Any) -> list[float]:
     return module.losses[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", with_long(["bf16-mixed", "bf16-true"], "bf16-true"))
 def test_batch_norms_compute_with_their_statistics(precision: str, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(normalize, None, "32-true", trainer=True)

@@ -209,6 +209,7 @@ def choose_all() -> list[list[dict[str, Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_trains_in_each_micro_batch_may_change(nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(choose_all, trainer=True)
     for actual in pool2.run(choose_all, trainer=True):
@@ -320,6 +321,7 @@ def fit_precisions(ours: bool, **levers: Any) -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_precision_is_that_of_fsdp2(pool4: Pool) -> None:
     """With four ranks, sums in bfloat16 would differ from those in float32."""
     ddp, fsdp2 = (pool4.run(fit_precisions, ours, trainer=True)[0] for ours in (True, False))

@@ -200,6 +200,7 @@ def fit_all() -> dict[str, dict[str, Any]]:
     return {kind.__name__: fitted(kind) for kind in KINDS}
 
 
+@pytest.mark.slow
 def test_hooks_and_other_backward_passes_are_those_of_one_process(nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(fit_all, trainer=True)
     for ranks in pool2.run(fit_all, trainer=True):

@@ -92,6 +92,7 @@ def test_a_run_ends_before_the_step(kind: str, pool2: Pool) -> None:
         assert all(are_finite)
 
 
+@pytest.mark.slow
 def test_a_step_is_left_out(pool2: Pool) -> None:
     for message, kept, are_finite in pool2.run(train, "fsdp", "skip", torch.inf, trainer=True):
         assert message == ""

@@ -262,6 +262,7 @@ def test_those_of_a_step_that_is_not_complete_stay(pool2: Pool) -> None:
         assert found == {"Noting": [False, True] * STEPS}  # by micro-batches
 
 
+@pytest.mark.slow
 def test_they_stay_where_code_of_the_users_might_see_them(pool2: Pool) -> None:
     for found in pool2.run(held, "shards", KEEPING, trainer=True):
         assert found == {kind.__name__: [False] + [True] * (STEPS - 1) for kind in KEEPING}

@@ -124,6 +124,7 @@ def check(nursery: Nursery, names: list[str], layouts: list[tuple[int, dict[str,
                 assert (found[key] - value).norm() <= bound * way + 1e-12, (name, key, sizes)
 
 
+@pytest.mark.slow
 def test_quickly(nursery: Nursery) -> None:
     check(nursery, QUICK, [(4, {"tp": 2})])
 

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
@@ -32,6 +33,7 @@ def peak_of(module: type[Wide], strategy: type) -> int:
     return peak(lambda: fit_wide(module(WIDTH), WIDTH, strategy()))
 
 
+@pytest.mark.slow
 def test_one_data_rank_holds_nothing_more() -> None:
     loop = peak(partial(loop_by_hand, WIDTH))
     assert loop > 2 * LAYERS  # weights, and activations or gradients

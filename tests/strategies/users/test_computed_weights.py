@@ -51,6 +51,7 @@ def runs(layout: str | None) -> list[Any]:
 LAYOUTS_HERE = ["megatron3-dp2", "megatron1-dp2", "fsdp2-dp2", "ddp-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(LAYOUTS_HERE, *LAYOUTS_HERE[1:]))
 def test_gradients_and_weights_are_those_of_one_process(layout: str, pool2: Pool) -> None:
     found = pool2.run(runs, layout, trainer=True, timeout=90)[0]

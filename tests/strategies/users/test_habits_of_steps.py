@@ -776,6 +776,7 @@ def write_whole(layout: Any, how: str) -> dict[str, Tensor]:
     return whole_parameters(module)
 
 
+@pytest.mark.slow
 def test_writes_into_whole_parameters_arrive(nursery: Nursery, pool2: Pool) -> None:
     alone = Pool(nursery, 1)
     for how in ("copy", "data"):

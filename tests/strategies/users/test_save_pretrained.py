@@ -56,6 +56,7 @@ def save(layout: str, directory: Path, tied: bool) -> dict[str, Tensor | None]:
 LAYOUTS_HERE = ["ddp-2", "fsdp2-dp2", "fsdp2-dp2-tp2", "megatron3-dp2-tp2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(LAYOUTS_HERE, "ddp-2", "fsdp2-dp2"))
 def test_transformers_reads_what_was_written(layout: str, nursery: Nursery, tmp_path: Path) -> None:
     tied = layout.startswith("fsdp2")

@@ -169,6 +169,7 @@ def train_on(layout: str, path: Path, resume: Path | None, kind: str) -> dict[st
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", with_long(LAYOUTS, *list(LAYOUTS)[1:]))
 def test_it_goes_on_in_any_layout(source: str, pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
     """By the foreach form of an optimizer, and by the fused one."""
