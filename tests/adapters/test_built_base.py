@@ -107,6 +107,7 @@ def run_all(layout: str, changes: Sequence[Change], directory: Path) -> list[dic
     return [run(layout, change, directory) for change in changes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "changes"), with_long(CASES, *CASES[3:]))
 def test_what_is_changed_is_saved(layout: str, changes: Sequence[Change], tmp_path: Path, pool2: Pool) -> None:
     base = tiny_llama(tied=False)

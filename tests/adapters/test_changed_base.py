@@ -180,6 +180,7 @@ def logits_merged_and_not(directory: Path) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_dora_merges_where_it_is_split(tmp_path: Path, pool2: Pool) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path)
     for apart, merged in pool2.run(logits_merged_and_not, tmp_path, trainer=True):

@@ -148,6 +148,7 @@ def test_adapters_are_exact_on_two_ranks(layout: str, directory: Path, pool2: Po
         assert found[0] <= BOUND, found
 
 
+@pytest.mark.slow
 def test_small_factors_of_layers_of_unlike_widths_end_with_rows(directory: Path, pool2: Pool) -> None:
     for found in pool2.run(
         error, "megatron3-dp2", partial(lora, r=2, target_modules=["v_proj", "down_proj"]), directory, trainer=True

@@ -248,6 +248,7 @@ def go_on_from_last(directory: Path, damage: str, skip: bool) -> dict[str, Any]:
     return {"steps": steps, "messages": [message for message in messages if "is damaged" in message]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", with_long(["__0_0.distcp", ".metadata"], ".metadata"))
 def test_last_passes_over_a_damaged_checkpoint(pool2: Pool, tmp_path: Path, damage: str) -> None:
     first, second = pool2.run(go_on_from_last, tmp_path, damage, True, trainer=True)

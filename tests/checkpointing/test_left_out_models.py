@@ -82,6 +82,7 @@ def directory(tmp_path: Path) -> Path:
 CASES = [(Preferring, {}, {"tp": 2}), (Hidden, None, None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "before", "after"), CASES)
 def test_it_is_read_again(kind: type[Preferring], before: Any, after: Any, pool2: Pool, directory: Path) -> None:
     whole = pool2.run(train, kind, before, directory, None, trainer=True)[0]

@@ -64,6 +64,7 @@ def resume_with_objects(directory: Path, distributed: bool) -> dict[str, Any]:
     return {"refused": refused, "loaded": module.loaded["answer"], "steps": len(module.losses), "stock": stock}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False])
 def test_weights_only_is_the_users_choice(pool2: Pool, tmp_path: Path, distributed: bool) -> None:
     for result in pool2.run(resume_with_objects, tmp_path, distributed, trainer=True):
@@ -309,6 +310,7 @@ def load_with_hook(directory: Path) -> list[str]:
     return [str(warning.message) for warning in caught if "load_state_dict" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_not_called_is_named(pool2: Pool, tmp_path: Path) -> None:
     (said,) = pool2.run(load_with_hook, tmp_path, trainer=True)[0]
     assert said.startswith("model has a hook before load_state_dict (halve)")

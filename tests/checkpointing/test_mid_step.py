@@ -119,6 +119,7 @@ def run_with_torchdata(path: Path, resume: Path | None) -> dict[str, Any]:
     return {"losses": module.losses, "parameters": whole_parameters(module)}
 
 
+@pytest.mark.slow
 def test_every_data_rank_has_its_own_position(pool2: Pool, tmp_path: Path) -> None:
     whole = pool2.run(run_with_torchdata, tmp_path / "3.ckpt", None, trainer=True)
     again = pool2.run(run_with_torchdata, tmp_path / "x.ckpt", tmp_path / "3.ckpt", trainer=True)

@@ -30,6 +30,7 @@ def run(
     return {"losses": module.losses, "parameters": whole_parameters(module), "scale": plugin.state_dict().get("scale")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "saved", "resumed"),
     [

@@ -58,6 +58,7 @@ EVERY = [(case, by_steps) for case in CASES for by_steps in (False, True)]
 QUICK = [("behind a validation", True), ("every second epoch", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "by_steps"), with_long(EVERY, *(case for case in EVERY if case not in QUICK)))
 def test_rates_are_those_of_the_run_that_was_not_stopped(
     case: str, by_steps: bool, nursery: Nursery, tmp_path: Path

@@ -142,6 +142,7 @@ def resume_here(path: Path, directory: Path) -> dict[str, Any]:
     return train({"tp": 2}, directory, 2, module=module, resume=path, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "model parallel"])
 def test_resume_from_lightnings_own_strategies(pool2: Pool, tmp_path: Path, name: str) -> None:
     """A plain file with numbered optimizer states, and a folder with named ones."""

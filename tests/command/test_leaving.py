@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
 from lightning_automodel.command import leaving
@@ -25,6 +26,7 @@ def test_rank_0_waits_for_those_that_come(pool2: Pool) -> None:
     assert 0.4 < waited < 9
 
 
+@pytest.mark.slow
 def test_rank_0_does_not_wait_for_ever(pool2: Pool) -> None:
     waited, _ = pool2.run(leave, False)
     assert 0.9 < waited < 2.9

@@ -185,6 +185,7 @@ def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[],
     return {make.__name__: compare(make, sizes, dist.get_world_size(), schedule, config).largest for make in makers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "config", "makers"),
     [

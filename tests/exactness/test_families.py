@@ -99,6 +99,7 @@ GATHERED_BY_THE_ROOT = (
 )
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_gathered_alone(pool2: Pool) -> None:
     check(pool2.run(errors, {f: Run(sizes={"dp_shard": 2}, schedule=ONE_STEP) for f in GATHERED_BY_THE_ROOT}))
 

@@ -33,6 +33,7 @@ def test_what_is_read_off_the_source() -> None:
     assert not keeps_tokens_apart(Shift())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [

@@ -98,6 +98,7 @@ def _save(folder: str, path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_an_export_holds_the_processor(folder: Path, tmp_path: Path, nursery: Nursery) -> None:
     Pool(nursery, 1).run(_save, str(folder), tmp_path / "one.ckpt", trainer=True)
     main(["export", str(tmp_path / "one.ckpt"), str(tmp_path / "export")])

@@ -33,6 +33,7 @@ def error() -> tuple[float, str]:
     return compare(partial(build, Composed), {"dp_shard": 2, "tp": 2}, 4, SCHEDULE, config).largest
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_their_reduction(pool4: Pool) -> None:
     for found, name in pool4.run(error):
         assert found <= BOUND, name
@@ -194,6 +195,7 @@ def gradients_of_embedding(strategy: Any, accumulated: int) -> list[dict[str, Te
     return module.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_what_only_its_user_computes_with(accumulated: int, nursery: Nursery, pool2: Pool) -> None:
     (expected,) = Pool(nursery, 1).run(gradients_of_embedding, "auto", accumulated, trainer=True)

@@ -256,6 +256,7 @@ def test_models_that_write_no_text_are_named() -> None:
         build(ViTConfig())
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_images_is_planned_with_its_towers() -> None:
     run = Run(sizes=resolve_sizes(2), config=FSDP2Config(), sequence_length=32)
     found = plan(tiny_config("gemma3"), run)

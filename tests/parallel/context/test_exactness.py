@@ -84,6 +84,7 @@ def errors_without_flash(cases: list[Case]) -> dict[str, tuple[float, str]]:
     return errors(cases, {"cp": 2}, 2)
 
 
+@pytest.mark.slow
 def test_kernels_that_keep_their_sums_to_themselves(pool2: Pool) -> None:
     cases = [LENGTHS[2], Case("deepseek_v3"), Case("gemma3_text"), Case("llama", checkpointing=True)]
     for result in pool2.run(errors_without_flash, cases):

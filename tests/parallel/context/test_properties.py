@@ -97,6 +97,7 @@ def check(cases: list[Case], pool: Pool) -> None:
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.slow
 @settings(max_examples=1, **QUIET)
 @given(cases=st.lists(CASES, min_size=4, max_size=4))
 def test_any_batch(cases: list[Case], pool2: Pool) -> None:

@@ -55,6 +55,7 @@ def test_beside(lever: str, pool4: Pool) -> None:
     check(pool4.run(errors, runs, timeout=100))
 
 
+@pytest.mark.slow
 def test_freeing_to_more_ranks_than_share_experts(pool4: Pool) -> None:
     config = FSDP2Config(reshard_after_forward=2)
     run = Run(sizes={"dp_shard": 4, "ep": 4}, schedule=Schedule(steps=1), changes=EIGHT, config=config)

@@ -71,6 +71,7 @@ def dtypes() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_of_logits_stream_and_products(pool2: Pool) -> None:
     for found in pool2.run(dtypes):
         assert {name: seen for name, (seen, _) in found.items()} == EXPECTED

@@ -135,6 +135,7 @@ def test_limits_and_tensor_parallel_groups(nursery: Nursery, pool4: Pool) -> Non
     check(ranks[1::2], one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "rows"), [(0.45, 4), (0.24, 2)])
 def test_shares_of_unlike_numbers_of_batches(share: float, rows: int, nursery: Nursery, pool2: Pool) -> None:
     """Of nine rows a rank has five and the other four: int(0.45 * 4) is a batch less, and int(0.24 * 4) none."""

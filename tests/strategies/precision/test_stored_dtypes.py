@@ -45,6 +45,7 @@ def train(layout: str | None, precision: Any, dtype: torch.dtype) -> dict[str, A
     return {"losses": module.losses, "before": module.before}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SEVERAL)
 def test_float32_is_float32_whatever_was_built(layout: str, nursery: Nursery, pool2: Pool) -> None:
     """One process of Lightning's own goes on in bfloat16, see precision.md."""

@@ -129,6 +129,7 @@ ALL = [(kind, layout) for kind in CASES for layout in NAMES]
 FAST = [(DropsOfOne, "megatron3-dp2"), *((kind, "fsdp2-dp2") for kind in (DropsByModule, Changes, Stops))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))
 def test_steps_are_those_of_one_process(kind: type[Descending], layout: str, nursery: Nursery) -> None:
     (expected,) = Pool(nursery, 1).run(run, None, kind, trainer=True)
@@ -203,6 +204,7 @@ class AsksAutograd(Descending):
         torch.autograd.grad(self.loss(batch), list(self.parameters()))
 
 
+@pytest.mark.slow
 def test_gradients_by_autograd_tell_the_way_out(pool2: Pool) -> None:
     with pytest.raises(RankFailed, match=r"take them from parameter\.grad behind self\.manual_backward"):
         pool2.run(run, "fsdp2-dp2", AsksAutograd, trainer=True)

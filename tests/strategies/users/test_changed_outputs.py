@@ -60,6 +60,7 @@ def changed(layout: str) -> list[object]:
 HERE = ["megatron3-dp2", "megatron1-dp2", "fsdp2-dp2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", with_long(HERE, *HERE[1:]))
 def test_gradients_and_weights_are_those_of_one_process(layout: str, pool2: Pool) -> None:
     for case, found in zip(CASES, pool2.run(changed, layout, trainer=True)[0], strict=True):

@@ -90,6 +90,7 @@ def save_on_one_rank(directory: Path) -> None:
     run.fit(module, batches(1))
 
 
+@pytest.mark.slow
 def test_one_rank_alone_is_told(pool2: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 0 waits in save_pretrained for rank 1: the model lies on all ranks"):
         pool2.run(save_on_one_rank, tmp_path / "never", trainer=True)
