@@ -3,6 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -236,7 +237,8 @@ def computes_in_float32(model: nn.Module, name: str) -> bool:
     """Tells whether the parameter ``name`` is kept in float32 by ``model``, or by what it computes with: a batch norm
     has running statistics, buffers that keep their dtype, and torch wants its weights in the same one.
     """
-    statistics = getattr(model.get_submodule(name.rpartition(".")[0]), "running_mean", None)
+    owner = reduce(getattr, name.split(".")[:-1], model)  # get_submodule is not there in TorchScript
+    statistics = getattr(owner, "running_mean", None)
     is_beside = isinstance(statistics, Tensor) and statistics.dtype == torch.float32
     return is_beside or is_kept_in_float32(model, name)
 
@@ -255,6 +257,8 @@ def _outermost(
     prefix: str = "",
     parent: nn.Module | None = None,
 ) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, torch.jit.ScriptModule):  # it has neither tables to read nor a forward pass to change
+        return
     if prefix and accept(model, parent) and next(model.parameters(), None) is not None:
         yield prefix, model
         return

@@ -37,6 +37,10 @@ _LOADED = (
     "load_state_dict was given whole tensors for a model whose parameters are sharded; load them in __init__ or "
     "configure_model, before the model is made parallel"
 )
+_COPIED = (
+    "a copy of a model that is parallel would share the groups and hooks of it; copy the model in configure_model (a "
+    "teacher, a reference, an average), where each copy is made parallel for itself"
+)
 _BESIDE_ROWS = (
     "a parameter or gradient that Megatron-FSDP shards meets plain tensors, outside of their forward pass; "
     "let the model's own forward pass compute what reads weights (by a subclass of its class), use weight_decay of the "
@@ -69,6 +73,7 @@ _INSTEAD = {
         "the shards of a parameter or gradient are not those of its flattened form; compute with each tensor alone, or "
         "flatten tensor.full_tensor(), which all ranks have to call"
     ),
+    "FSDP does not support deepcopy": _COPIED,
     "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,  # says more than the first words
     "aten.index_put_.default: in-place operations that require placement changes": _BY_INDICES,
     "aten.index_put_.default does not have a sharding strategy registered": _BY_INDICES,  # torch 2.11
@@ -86,6 +91,7 @@ _INSTEAD_OF_ROWS = {
     "got mixed torch.Tensor and DTensor": _BESIDE_ROWS,
     "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,
     "an exception occurred : ('The size of tensor a": _LOADED,
+    "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": _COPIED,
 }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -41,16 +42,38 @@ def find_submodels(root: nn.Module, bare: bool = False) -> list[Submodel]:
 
     Raises:
         ValueError: for a parameter of no submodel, since nothing would tell when to gather it, and for one of several;
-            for quantized weights.
+            for quantized weights, those without a shape (``LazyLinear``) and those of TorchScript.
     """
     found = list(_submodels(root, "", bare))
     parts = {id(part) for submodel in found for part in submodel.module.modules() if part is not submodel.module}
     submodels = list({id(s.module): s for s in reversed(found) if id(s.module) not in parts}.values())[::-1]
     for submodel in submodels:
         refuse_quantized(submodel.module)
+        _refuse_lazy(submodel)
     if not bare:
+        _refuse_scripted(submodels)
         _refuse_shared(submodels)
     return submodels
+
+
+def _refuse_lazy(submodel: Submodel) -> None:
+    for name, parameter in submodel.module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"{submodel.name}.{name} ({type(submodel.module).__name__}) has no shape before a first forward pass, "
+                "so no rank knows its part of it; name its sizes, or call its layer with a sample in configure_model"
+            )
+
+
+def _refuse_scripted(submodels: Sequence[Submodel]) -> None:
+    for submodel in submodels:
+        for name, module in submodel.module.named_modules(prefix=submodel.name):
+            if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+                raise ValueError(
+                    f"{name} is a module of TorchScript (torch.jit), whose parameters cannot be sharded; use the "
+                    "nn.Module that it was made of, or DDPStrategy. Each rank holds one whole that is an attribute of "
+                    "the LightningModule itself and is frozen (parameter.requires_grad_(False) for each)"
+                )
 
 
 def _refuse_shared(submodels: Sequence[Submodel]) -> None:
@@ -177,6 +200,8 @@ def _submodels(module: nn.Module, name: str, bare: bool) -> Iterator[Submodel]:
     if isinstance(module, PreTrainedModel | FSDPModule):
         yield Submodel(name, module)
         return
+    if isinstance(module, torch.jit.ScriptModule) and (bare or not any(p.requires_grad for p in module.parameters())):
+        return  # each rank holds it whole
     is_layer = name and not isinstance(module, CONTAINERS) and not _is_parameter_container(module)
     if is_layer and not any(isinstance(m, PreTrainedModel) for m in module.modules()):
         if next(module.parameters(), None) is not None:

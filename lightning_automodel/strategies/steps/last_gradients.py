@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -109,8 +110,9 @@ _UNNAMED = {"__call__", "__getattr__", "__getitem__", "__iter__", "__enter__", "
 
 
 def _run_by_call(part: nn.Module) -> Iterator[Callable[..., object]]:
-    yield type(part).forward  # behind those of an instance, such as this package's
-    yield part.forward
+    if not isinstance(part, torch.jit.ScriptModule):  # its code is no Python
+        yield type(part).forward  # behind those of an instance, such as this package's
+        yield part.forward
     yield from hooks_of(part)
 
 
