@@ -7,11 +7,15 @@
 
 So do an encoder in ``generate``, a vision tower in ``get_image_features``, and in the code of a user's the embedding,
 the decoder without its head, or the head. Parts are what stands outside of blocks: of what is in blocks a model has
-much, and each of it would ask in each pass.
+much, and each of it would ask in each pass. Methods that give features run so as well where their module holds
+parameters itself (``image_newline``, ``query_tokens``), which they read between the parts that they call.
 """
 
+import functools
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ _MODEL = "_model_of_this_part"
 _PARTS = "_parts_outside_of_blocks"
 _RUNNING = "_forward_pass_is_running"
 _INSTEAD = "_forward_of_a_part_instead"
+_FEATURES = re.compile(r"get_\w+_features")
 
 
 def run_parts_inside(model: nn.Module) -> None:
@@ -43,6 +48,8 @@ def run_parts_inside(model: nn.Module) -> None:
     vars(model)[_PARTS] = parts
     for module in (*parts, *blocks.values()):
         vars(module)[_MODEL] = model  # no child, and a deep copy of the model has its own
+    for module in (model, *parts):
+        _wrap_features(module)
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
@@ -102,8 +109,24 @@ def _around_model(model: nn.Module, forward: Callable, args: tuple, kwargs: dict
         model.__dict__[_RUNNING] = False
 
 
+def _wrap_features(module: nn.Module) -> None:
+    """Run methods of ``module`` that give features as a call of it would, if it holds what they may read."""
+    if next(module.parameters(recurse=False), None) is None:
+        return
+    for name in filter(_FEATURES.fullmatch, dir(type(module))):
+        vars(module)[name] = MethodType(_as_part(getattr(type(module), name)), module)
+
+
+def _as_part(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _around_part(self, functools.partial(method, self), args, kwargs)
+
+    return features
+
+
 def _around_part(part: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    model = part.__dict__[_MODEL]
+    model = part.__dict__.get(_MODEL, part)
     if model.__dict__.get(_RUNNING):
         return forward(*args, **kwargs)
     model.__dict__[_INSTEAD] = forward

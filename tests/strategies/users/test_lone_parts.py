@@ -15,6 +15,7 @@ from lightning_automodel import FSDP2Config
 from lightning_automodel.modules import structure
 from lightning_automodel.testing.pool import Nursery
 from tests.strategies.users.test_habits_of_steps import Steps, compare
+from tests.support.families import tiny_model
 from tests.support.marks import with_long
 from tests.support.training import HIDDEN, VOCABULARY, tiny_llama
 
@@ -217,13 +218,31 @@ class Bare(Parts):
         return shifted(self.head(output.last_hidden_state + early), ids)
 
 
+class Newlines(Parts):
+    """Features of images by a method of the model that reads a parameter of its own behind the tower."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.numbers, self.model = [], tiny_model("llava_next")
+
+    def of_ids(self, ids: Tensor) -> Tensor:
+        images = torch.sin(ids[:, :2, None, None, None] + torch.arange(3 * 56 * 56).view(1, 1, 3, 56, 56) / 10)
+        found = self.model.get_image_features(images, image_sizes=torch.full((len(ids), 2), 56)).pooler_output
+        inputs = torch.cat([torch.stack(list(found)), self.model.get_input_embeddings()(ids)], dim=1)
+        hidden = self.model.model.language_model(inputs_embeds=inputs).last_hidden_state
+        return shifted(self.model.lm_head(hidden[:, -ids.shape[1] :]), ids)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 BY_FEW = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-cp2", "ddp-2", "fsdp2-dp2-tp2", "fsdp2-cp2-tp2")
 KINDS = (
     *(Embedded, WithoutHead, Early, SoftPrompt, Adversarial, Recomputed, InTurn, InTurnByUnits, HookedModel),
-    *(OverBlocks, OnceMore, Contrast, Glued, Bare),
+    *(OverBlocks, OnceMore, Contrast, Glued, Bare, Newlines),
 )
 WITHOUT_PLAN = (Contrast,)
-LEAVING_OUT = (InTurn, Contrast, Glued)
+LEAVING_OUT = (InTurn, Contrast, Glued, Newlines)
 """Kinds whose passes leave parameters out, which is an error of torch's under DDP."""
 ALL = [
     (kind, layout)
@@ -233,7 +252,7 @@ ALL = [
 ]
 FAST = [
     *((kind, "fsdp2-dp2") for kind in (Early, OverBlocks, Glued, OnceMore)),
-    *((kind, "fsdp2-tp2") for kind in (WithoutHead, Early, Glued)),
+    *((kind, "fsdp2-tp2") for kind in (WithoutHead, Early, Glued, Newlines)),
     (InTurnByUnits, "fsdp2-dp2-tp2"),
     *((kind, "fsdp2-cp2") for kind in (Embedded, Bare)),
 ]
