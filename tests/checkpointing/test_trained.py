@@ -77,6 +77,22 @@ class FromStepOn(Adapted):
             self.model.model.model.layers[0].requires_grad_(False)
 
 
+class WithoutAdapters(Adapted):
+    """Uses none of one adapter from a step on, and trains the norms on."""
+
+    def begin(self) -> None:
+        self.model.delete_adapter("b")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("lora_" in name or "norm" in name)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step == SAVED - 1:
+            self.model.base_model.disable_adapter_layers()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
+
+
 class Borrowing(Adapted):
     """Switches for the length of an evaluation, at the end of which it saves."""
 
@@ -181,7 +197,8 @@ WHERE = [Borrowing, EachEpoch, BeforeEvaluation, ByEvaluation, BeforeBatch, Betw
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_folder"), [(TurnsOfEpochs, False), (FromStepOn, True), *((kind, True) for kind in WHERE)]
+    ("kind", "is_folder"),
+    [(TurnsOfEpochs, False), (FromStepOn, True), (WithoutAdapters, True), *((kind, True) for kind in WHERE)],
 )
 def test_what_was_switched_trains_on(kind: type[Saves], is_folder: bool, pool2: Pool, tmp_path: Path) -> None:
     """What was switched for good stays so, and only that, wherever it is saved."""

@@ -1,4 +1,4 @@
-"""What trains, and which of several adapters is used: a run that resumes goes on with what it had switched to.
+"""What trains, and which adapters are used, if any: a run that resumes goes on with what it had switched to.
 
 Lightning and peft keep neither in a checkpoint, and a hook that thaws layers or switches adapters when an epoch begins
 is not called again in the middle of it.
@@ -16,7 +16,7 @@ TRAINED = "trained"
 """Entry of a checkpoint of a run that has frozen, thawed or switched something since training began."""
 
 State = dict[str, Any]
-"""Whether each parameter trains, by name, and names of the adapters in use by model."""
+"""Whether each parameter trains, by name; names of the adapters in use by model; which layers use none of theirs."""
 
 
 class Trained:
@@ -25,6 +25,7 @@ class Trained:
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._holders: dict[str, Any] = {}
+        self._adapted: dict[str, Any] = {}
         self._began = self._before_step = self._before_evaluation = self._evaluates = self._now()
 
     def begin(self, module: nn.Module, entry: dict[str, State] | None) -> None:
@@ -36,8 +37,9 @@ class Trained:
         """
         self._parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
         self._holders = dict(_holders(module))
+        self._adapted = dict(_adapted_layers(module))
         self._began = self._now()
-        if entry is not None and entry["began"] == self._began:
+        if entry is not None and all(began == self._began.get(kind) for kind, began in entry["began"].items()):
             self._switch_to(entry["now"])
         self.note_step()
 
@@ -73,12 +75,16 @@ class Trained:
         return {
             "trains": {name: parameter.requires_grad for name, parameter in self._parameters.items()},
             "active": {name: _active(holder) for name, holder in self._holders.items()},
+            "disabled": {name: layer.disable_adapters for name, layer in self._adapted.items()},
         }
 
     def _switch_to(self, state: State) -> None:
         for name, adapters in state["active"].items():
             if adapters != _active(self._holders[name]):
                 _switch(self._holders[name], adapters)
+        for name, is_disabled in state.get("disabled", {}).items():
+            if is_disabled != self._adapted[name].disable_adapters:
+                self._adapted[name].enable_adapters(not is_disabled)
         for name, trains in state["trains"].items():
             self._parameters[name].requires_grad_(trains)
 
@@ -91,6 +97,13 @@ def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if len(getattr(child, "peft_config", None) or {}) > 1 and hasattr(child, "set_adapter"):
             outer.append(name)
+            yield clean_name(name), child
+
+
+def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Find what a disabling of adapters switches, whether one or several are there."""
+    for name, child in module.named_modules():
+        if isinstance(getattr(child, "disable_adapters", None), bool) and hasattr(child, "enable_adapters"):
             yield clean_name(name), child
 
 
