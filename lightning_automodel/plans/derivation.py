@@ -10,6 +10,7 @@ from lightning_automodel.plans.adapters import Wrapped
 from lightning_automodel.plans.known_code import is_known
 from lightning_automodel.plans.layout import Layout, ModuleLayout, ParameterLayout, Structure, layout_of
 from lightning_automodel.plans.selection import Plan
+from lightning_automodel.plans.sequence import SequenceLayout
 from lightning_automodel.plans.styles import Enter
 from lightning_automodel.plans.sum_terms import derive_terms, find_holders
 
@@ -71,6 +72,34 @@ def _follow_wrappers(model: nn.Module, layout: Layout, structure: Structure) -> 
     structure.module_styles = {n: styles[plain] for n, plain in inside.items() if plain in styles}
     layout.attributes = {n: layout.attributes[plain] for n, plain in inside.items() if plain in layout.attributes}
     layout.modules = _around_wrappers(structure.modules, layout.modules) | row_norms
+    layout.boundaries = [place for name in layout.boundaries for place in _places(structure.modules, name)]
+    if layout.sequence is not None:
+        _run_copies(layout.sequence, structure.modules)
+
+
+def _places(modules: dict[str, nn.Module], name: str) -> list[str]:
+    """Name what stands where the module ``name`` stood: itself, or its like in each of the copies of a block."""
+    if name in modules:
+        return [name]
+    like = [n for n in modules if name_without_wrappers(n) == name and not n.endswith(".base_layer")]
+    return [n for n in like if not has_copies(modules[n])]
+
+
+def _run_copies(sequence: SequenceLayout, modules: dict[str, nn.Module]) -> None:
+    """Put each copy of a block (``modules_to_save``) on the stream in the place of the wrapper, in place."""
+    copies = {
+        block: [n for n, m in modules.items() if name_without_wrappers(n) == block and not is_wrapper(m)]
+        for block in sequence.children
+        if has_copies(modules[block])
+    }
+    sequence.block_lists = [
+        [n for block in blocks for n in copies.get(block, [block])] for blocks in sequence.block_lists
+    ]
+    sequence.children = {
+        copy: {f"{copy}{child.removeprefix(block)}": collectives for child, collectives in children.items()}
+        for block, children in sequence.children.items()
+        for copy in copies.get(block, [block])
+    }
 
 
 def _adapter_layout(wrapped: Wrapped, parameter: nn.Parameter, base: ParameterLayout) -> ParameterLayout:

@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     "saved": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "saved mlp": {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["mlp"]},
+    "saved block": {"target_modules": ["q_proj"], "modules_to_save": ["layers.1"]},
     "experts": {"target_modules": "all-linear", "target_parameters": [f"experts.{name}" for name in EXPERTS]},
     "table": {"target_modules": ["q_proj"], "target_parameters": ["embed_tokens.weight", "o_proj.weight"]},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},

@@ -28,6 +28,7 @@ from lightning_automodel.distributed.collectives import copy_in, gather, gather_
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
+from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.parallel.lone_parts import is_called_alone
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, same_container
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
@@ -51,9 +52,11 @@ def install_sequence_parallel(
     streams: dict[str, Stream] = {}
     for blocks in layout.block_lists:
         stream = Stream(group, layout.beside)
-        for name in blocks:
+        first, last = name_without_wrappers(blocks[0]), name_without_wrappers(blocks[-1])
+        for name in blocks:  # of a block and its copies (modules_to_save) one runs
             streams[name] = stream
-            is_first, is_last = name == blocks[0], name == blocks[-1]
+            place = name_without_wrappers(name)
+            is_first, is_last = place == first, place == last
             BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
             for child, collectives in layout.children[name].items():
                 entering = EnteringBeside(group) if own else None
