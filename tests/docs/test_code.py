@@ -25,6 +25,7 @@ from lightning_automodel import cli
 from lightning_automodel.testing.pool import Pool
 from tests.docs.test_site import literals
 from tests.support.documents import ROOT, Block, blocks, command_lines, pages, unbound
+from tests.support.marks import OLD_FSDP2
 from tests.support.placeholders import NOT_RUN, command_read_as, commands_that_run, read_as, shell
 
 FRAMES = Path(__file__).parent / "frames"
@@ -81,6 +82,8 @@ def run_blocks(found: list[Block], workspace: Path) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", EXECUTED_PAGES, ids=lambda page: page.name)
 def test_python_runs(pool2: Pool, workspace: Path, page: Path) -> None:
+    if OLD_FSDP2 and page.name == "planner.md":
+        pytest.skip("of 32 rows over 256 ranks torch 2.11 asks tensors for values, which those of the planner have not")
     found = blocks(page, *EXECUTED)
     for block in found:
         assert unbound("".join((frame(block)[0], program(block), frame(block)[1]))) == set(), (

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch._inductor import config
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.passes import Passes, _passes_that_may_fail, compiled_passes, passes_for
@@ -22,11 +23,11 @@ def losses(passes: Passes | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/compiler",))
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     torch._dynamo.reset()
-    passes = _passes_that_may_fail.__wrapped__()
-    with pytest.warns(UserWarning, match=r"kernel by kernel, which takes longer: torch.compile failed .*C compiler"):
+    said = pytest.warns(UserWarning, match=r"kernel by kernel, which takes longer: torch.compile failed .*C compiler")
+    with config.patch({"cpp.cxx": ("/nowhere/compiler",)}), said:
+        passes = _passes_that_may_fail.__wrapped__()
         found = losses(passes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
