@@ -138,12 +138,13 @@ _REDUCTIONS = (
 @functools.cache
 def watch_reductions(check: Callable[[DTensor], None]) -> None:
     """Call ``check(tensor)`` from now on before an operation that makes fewer numbers of those of a DTensor."""
+    before = dict(HANDLERS)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, DTensor):
                 check(leaf)
-        return by_torch(op, *args, **kwargs)
+        return before[op](op, args, kwargs) if op in before else by_torch(op, *args, **kwargs)
 
     of_two = {op for op in _overloads(_REDUCTIONS) if any(a.name == "other" for a in op._schema.arguments)}
     HANDLERS.update(dict.fromkeys(_overloads(_REDUCTIONS) - of_two, handle))

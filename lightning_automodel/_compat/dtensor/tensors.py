@@ -54,6 +54,34 @@ where a vector meets columns of a matrix; Lightning's ``BaseFinetuning`` looks f
 """
 
 
+def _reduced(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
+def _of_all_ranks(op_call: Any, args: Any, kwargs: Any) -> Any:
+    return _reduced(by_torch(op_call, *args, **kwargs))
+
+
+for _overload in ("default", "dim", "dims"):
+    HANDLERS[getattr(torch.ops.aten.any, _overload)] = _of_all_ranks
+    HANDLERS[getattr(torch.ops.aten.all, _overload)] = _of_all_ranks
+"""Lets ``p.isnan().any().float()`` be 1. torch (2.13) leaves each rank what it has found, to be summed later as a truth
+value, and sums numbers if it was made one before: as many as there are ranks that found something.
+"""
+
+
+def _sum(op_call: Any, args: Any, kwargs: Any) -> Any:
+    summed, *others = args
+    waits_as_norm = any(hasattr(placement, "norm_type") for placement in summed.placements)
+    return by_torch(op_call, _reduced(summed) if waits_as_norm else summed, *others, **kwargs)
+
+
+HANDLERS[torch.ops.aten.sum.default] = HANDLERS[torch.ops.aten.sum.dim_IntList] = _sum
+"""Lets ``torch.stack([p.norm() for p in parameters]).sum()`` be the sum of norms, and ``p.norm(dim=0).sum()``. torch
+(2.13) keeps norms of each rank's rows apart, and sums those: the norm of sums.
+"""
+
+
 _WAS_GIVEN_DATA = "_was_given_data"  # no weak reference: a tensor that has one cannot be swapped, as Module.to does
 _IS_COUNTED = "_counts_writes_through_data"
 _times_given = 0
