@@ -23,17 +23,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def errors() -> dict[str, tuple[float, str]]:
+def errors(sizes: dict[str, int], cases: tuple[str, ...]) -> dict[str, tuple[float, str]]:
     """Runs on each rank: the largest error of each case against one process."""
-    return {
-        name: adapter_error(family, "saved block", {"tp": 2}, SCHEDULE, FSDP2Config(**config), **changes)
-        for name, (family, config, changes) in CASES.items()
-    }
+    found = {}
+    for name in cases:
+        family, config, changes = CASES[name]
+        found[name] = adapter_error(family, "saved block", sizes, SCHEDULE, FSDP2Config(**config), **changes)
+    return found
 
 
 @pytest.mark.slow
 def test_copies_are_exact(pool2: Pool) -> None:
-    for found in pool2.run(errors):
+    for found in pool2.run(errors, {"tp": 2}, tuple(CASES)):
+        assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+@pytest.mark.slow
+def test_copies_that_are_sharded_are_exact(pool4: Pool) -> None:
+    cases = ("norms see slices", "recorded router logits")
+    for found in pool4.run(errors, {"dp_shard": 2, "tp": 2}, cases):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 
 
