@@ -26,6 +26,7 @@ from lightning_automodel._compat.fsdp2.units import (
 )
 from lightning_automodel._compat.torch.clearing import clear_with_others
 from lightning_automodel._compat.torch.modules import own_parameters
+from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.modules.parameter_swap import describe_replaced, stands_for_parameter
 from lightning_automodel.modules.structure import class_names
@@ -170,6 +171,8 @@ class _LooksBehind:
         clear_behind_copies(self.units, parameters, set_to_none)
 
     def __call__(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if is_in_backward():
+            return  # recomputed by a user's own checkpointing: the backward pass goes on with what is gathered
         if not (begins := differentiable(output)) or vars(model).get(_IS_READ):
             free(self.units)
         elif not torch.compiler.is_compiling():
