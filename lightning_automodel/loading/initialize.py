@@ -161,9 +161,16 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, wide: Container[nn.Par
         if parameter.is_floating_point():
             keep = parameter in wide and parameter.dtype == torch.float32
             keep = keep or computes_in_float32(model, name) or is_kept_in_float32(model, name, dtype)
-            wanted = torch.float32 if keep and dtype.itemsize < 4 else dtype
-            if parameter.dtype != wanted and (parameter.dtype, wanted) != (torch.float64, torch.float32):
+            wanted = stored_dtype(parameter, torch.float32 if keep and dtype.itemsize < 4 else dtype)
+            if parameter.dtype != wanted:
                 parameter.data = parameter.data.to(wanted)
+
+
+def stored_dtype(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype ``parameter`` is stored where others are in ``dtype``; float64 is for a reason."""
+    if not parameter.is_floating_point() or (parameter.dtype, dtype) == (torch.float64, torch.float32):
+        return parameter.dtype
+    return dtype
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -43,12 +43,14 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
+from lightning_automodel.strategies.own_parameters import OwnParameters, Place, hold_whole
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
 from lightning_automodel.strategies.steps.last_gradients import REDUCED_EACH_TIME, run_before_backward, run_before_steps
 from lightning_automodel.strategies.submodels import (
     Submodel,
     check_complete,
     check_switches_find_work,
+    find_own_parameters,
     find_submodels,
     no_experts,
     no_plan,
@@ -177,7 +179,18 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         install_saving_of_adapters(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
         give_own_memory(module)  # parts of it are sharded one by one, and may share memory with each other
-        self._setup_submodels(find_submodels(module))
+        submodels = find_submodels(module)
+        places = find_own_parameters(module, submodels)
+        self._setup_submodels(submodels)
+        if places:
+            self._hold_own_parameters(module, places)
+
+    def _hold_own_parameters(self, module: "pl.LightningModule", places: list[Place]) -> None:
+        mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), self.device_mesh)
+        hold_whole(places, mesh, self.root_device, self.precision_plugin.param_dtype)
+        own = OwnParameters.of(module, places)
+        self.precision_plugin.around_forward = own.in_place
+        self.precision_plugin.around_backward = own.backward
 
     def _setup_submodels(self, submodels: list[Submodel]) -> None:
         tp = self.sizes.tp

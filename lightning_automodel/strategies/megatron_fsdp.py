@@ -39,6 +39,7 @@ from lightning_automodel.strategies.submodels import (
     Submodel,
     check_switches_find_work,
     find_submodels,
+    refuse_own_parameters,
     refuse_prompts,
     refuse_single_tokens,
     unwrap_compiled_children,
@@ -164,6 +165,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
             )
         refuse_single_tokens(module)
         submodels = find_submodels(module)
+        refuse_own_parameters(module)
         check_switches_find_work(self.config, [submodel.module for submodel in submodels])
         originals = [self._split_submodel(submodel) for submodel in submodels]
         vars(module)[_MESH] = self.device_mesh

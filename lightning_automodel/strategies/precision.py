@@ -1,7 +1,7 @@
 """Translates ``Trainer(precision=...)`` into dtypes of storage, compute and reduction, equal under all strategies."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -57,6 +57,8 @@ class FSDP2Precision(Precision):
         self.scaler: AgreedGradScaler | None = None
         self.guard = FiniteGuard("ignore")
         self.clip_norm: Callable[[Iterable[Tensor], float], Tensor] = clip_grad_norm_
+        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Surrounds steps of training and evaluation."""
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         """Surrounds autograd's work alone; hooks before and behind it (``on_after_backward``) are outside."""
         self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -74,6 +76,13 @@ class FSDP2Precision(Precision):
         return model, optimizers, lr_schedulers
 
     # ---- a step ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def forward_context(self) -> Generator[None, None, None]:
+        """Surrounds each step of training and evaluation, which Lightning calls a forward pass."""
+        with super().forward_context(), self.around_forward():
+            yield
 
     @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]

@@ -4,17 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_automodel._compat.torch.compilation import OptimizedModule, unwrap_compiled
+from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.config import LEVERS_OF_BLOCKS, SWITCHES_OF_LOSS, StageSwitches
 from lightning_automodel.config.switches import changed_fields
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_towers, outermost
+from lightning_automodel.strategies.own_parameters import Place
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,16 @@ def find_submodels(root: nn.Module, bare: bool = False) -> list[Submodel]:
 
     Args:
         root: the LightningModule.
-        bare: allow parameters that no submodel holds, or several: nothing is sharded.
+        bare: allow parameters that several submodels hold: nothing is sharded.
 
     Returns:
         each once: a second name of a part (``self.head = self.model.lm_head``) is no submodel.
 
     Raises:
-        ValueError: for a parameter of no submodel, since nothing would tell when to gather it, and for one of several;
-            for quantized weights, those without a shape (``LazyLinear``) and those of TorchScript.
+        ValueError: for a parameter of several; for quantized weights, those without a shape (``LazyLinear``) and those
+            of TorchScript.
     """
-    found = list(_submodels(root, "", bare))
+    found = [part for part in _parts(root, "", bare) if isinstance(part, Submodel)]
     parts = {id(part) for submodel in found for part in submodel.module.modules() if part is not submodel.module}
     submodels = list({id(s.module): s for s in reversed(found) if id(s.module) not in parts}.values())[::-1]
     for submodel in submodels:
@@ -54,6 +56,38 @@ def find_submodels(root: nn.Module, bare: bool = False) -> list[Submodel]:
         _refuse_scripted(submodels)
         _refuse_shared(submodels)
     return submodels
+
+
+def find_own_parameters(root: nn.Module, submodels: Sequence[Submodel]) -> list[Place]:
+    """Finds the parameters below a LightningModule that no submodel holds.
+
+    Raises:
+        ValueError: for a second name of a parameter that a submodel holds.
+    """
+    places = [part for part in _parts(root, "") if isinstance(part, Place)]
+    names: dict[Tensor, str] = {p: f"{s.name}.{name}" for s in submodels for name, p in s.module.named_parameters()}
+    for place in places:
+        if (parameter := place.parameter) is not None and parameter in names:
+            raise ValueError(
+                f"{place.path} is {names[parameter]}, of which it would be a copy that does not train, since "
+                "that one is sharded where its layer is; take it from there where it is used"
+            )
+    return places
+
+
+def refuse_own_parameters(root: nn.Module) -> None:
+    """Refuse parameters below a LightningModule that no submodel holds, for Megatron-FSDP, which cuts all it knows.
+
+    Raises:
+        ValueError: naming one.
+    """
+    place = next((part for part in _parts(root, "") if isinstance(part, Place)), None)
+    if place is not None:
+        raise ValueError(
+            f"the parameter {place.path} belongs to no layer whose forward is called, so Megatron-FSDP cannot shard "
+            "it; move it into an nn.Module whose forward uses it and that holds no model of transformers, or use "
+            "FSDP2TPStrategy or DDPStrategy, under which each rank holds it whole"
+        )
 
 
 def _refuse_lazy(submodel: Submodel) -> None:
@@ -196,7 +230,8 @@ def _has_blocks(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) or bool(find_blocks(module))
 
 
-def _submodels(module: nn.Module, name: str, bare: bool) -> Iterator[Submodel]:
+def _parts(module: nn.Module, name: str, bare: bool = False) -> Iterator[Submodel | Place]:
+    """Yield what is called as a whole, and parameters beside that."""
     if isinstance(module, PreTrainedModel | FSDPModule):
         yield Submodel(name, module)
         return
@@ -207,22 +242,11 @@ def _submodels(module: nn.Module, name: str, bare: bool) -> Iterator[Submodel]:
         if next(module.parameters(), None) is not None:
             yield Submodel(name, module)
         return
-    for parameter_name, _ in () if bare else module.named_parameters(recurse=False):
-        raise ValueError(
-            f"the parameter {f'{name}.{parameter_name}' if name else parameter_name} belongs to no layer whose forward "
-            f"is called, so it cannot be sharded; move it into an nn.Module whose forward uses it{_apart(module, name)}"
-        )
+    for own, parameter in own_parameters(module).items():
+        if parameter is not None:
+            yield Place(module, own, f"{name}.{own}" if name else own)
     for child_name, child in module.named_children():
-        yield from _submodels(child, f"{name}.{child_name}" if name else child_name, bare)
-
-
-def _apart(module: nn.Module, name: str) -> str:
-    if not name or _is_parameter_container(module):
-        return ""
-    return (
-        f", and that holds no model of transformers: {name} ({type(module).__name__}) holds one, which is sharded for "
-        "itself, as is each layer beside it"
-    )
+        yield from _parts(child, f"{name}.{child_name}" if name else child_name, bare)
 
 
 def _is_parameter_container(module: nn.Module) -> bool:
