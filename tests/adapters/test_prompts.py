@@ -1,4 +1,4 @@
-"""Prompts of peft in a loop of one's own: exact where the model around them is one unit, else an error that names them."""
+"""Prompts of peft in a loop of one's own: exact where the model around them is one unit, else named in an error."""
 
 from typing import Any
 
