@@ -58,10 +58,20 @@ class ExactShardOperation:
             return unread(source, dtype, device)
         found = boxes_of(self.parameter)
         if len(found) == 1:
-            local = found[0].of_whole(source).to(device=device, dtype=dtype)
+            local = _with_own_memory(found[0].of_whole(source).to(device=device, dtype=dtype))
         else:
             local = local_part(unread(source, dtype, device), self.parameter)
         return dtensor_like(local, self.parameter)
+
+
+def _with_own_memory(part: Tensor) -> Tensor:
+    """Copy ``part`` if it is a view of more.
+
+    Pickled files and ``state_dict=`` give tensors, which each shard would keep whole; and ``copy.deepcopy`` of torch
+    (2.13) fails for a DTensor that begins behind the start of its memory.
+    """
+    is_view = part.untyped_storage().nbytes() > part.nbytes
+    return part.clone(memory_format=torch.contiguous_format) if is_view else part
 
 
 def convert(original: Callable, conversion: Any, name: str, **context: Any) -> Any:

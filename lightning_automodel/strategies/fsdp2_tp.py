@@ -38,6 +38,7 @@ from lightning_automodel.parallel.guards.hooks_of_users import (
     refuse_hooks_after_accumulation,
 )
 from lightning_automodel.parallel.guards.own_memory import give_own_memory
+from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
@@ -54,7 +55,6 @@ from lightning_automodel.strategies.submodels import (
     find_submodels,
     no_experts,
     no_plan,
-    refuse_prompts,
     unwrap_compiled_children,
 )
 
@@ -170,12 +170,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         self._runs_hooks = find_hook_after_accumulation(self._module) is not None
+        refuse_prompts(self._module, self.sizes.tp, as_one=False)
         super().setup(trainer)
 
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
-        refuse_prompts(module, self.sizes.tp)
         install_saving_of_adapters(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
         give_own_memory(module)  # parts of it are sharded one by one, and may share memory with each other

@@ -31,6 +31,7 @@ from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.guards.hooks_of_users import refuse_hooks_after_accumulation
+from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.guards.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
 from lightning_automodel.strategies.base import SharedHooks
@@ -40,7 +41,6 @@ from lightning_automodel.strategies.submodels import (
     check_switches_find_work,
     find_submodels,
     refuse_own_parameters,
-    refuse_prompts,
     refuse_single_tokens,
     unwrap_compiled_children,
 )
@@ -153,7 +153,6 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         from lightning_automodel.parallel.megatron_fsdp.sharded import ShardedModules
 
         unwrap_compiled_children(module)
-        refuse_prompts(module, self.sizes.tp)
         install_saving_of_adapters(module)
         if self._passes is not None:
             _check_mesh(vars(module)[_MESH], self.device_mesh)
@@ -224,6 +223,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
+        refuse_prompts(self._module, self.sizes.tp, as_one=False)
         super().setup(trainer)
         self.precision_plugin.clip_norm = self._sharded.norms.clip
         self.precision_plugin.around_backward = self._passes.backward

@@ -158,26 +158,6 @@ def check_complete(submodel: Submodel, tower_policy: str) -> None:
         )
 
 
-def refuse_prompts(root: nn.Module, tp: int) -> None:
-    """Refuse methods of peft that train a prompt, which is made outside of the model that is sharded.
-
-    Args:
-        root: the LightningModule.
-        tp: of the mesh; prefixes are right on whole heads.
-
-    Raises:
-        ValueError: naming the method.
-    """
-    configs = [c for module in root.modules() for c in (getattr(module, "peft_config", None) or {}).values()]
-    for config in configs:
-        if getattr(config, "is_prompt_learning", False) and (tp > 1 or config.peft_type != "PREFIX_TUNING"):
-            raise ValueError(
-                f"{type(config).__name__} of peft: the model is sharded or split, and what the prompt needs of it (the "
-                "embedding, whole heads) would be used outside of its forward pass; use LoRA, prefix tuning with tp=1, "
-                "or DDPStrategy"
-            )
-
-
 def refuse_single_tokens(root: nn.Module) -> None:
     """Refuse rows of embeddings that train alone, which peft reads outside of where Megatron-FSDP gathers them.
 

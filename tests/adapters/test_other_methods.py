@@ -34,6 +34,7 @@ CONFIGS = {
     "prefix": peft.PrefixTuningConfig(**PROMPT),
     "prompt": peft.PromptTuningConfig(**PROMPT),
     "encoder": peft.PromptEncoderConfig(**PROMPT),
+    "cpt": peft.CPTConfig(cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 4], task_type="CAUSAL_LM"),
 }
 WHOLE = {"vera", "loha", "oft", "tokens", "tokens of the head", "lokr", "adalora", "norms", "prefix"}
 _SOME: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}

@@ -1,5 +1,6 @@
 """Who reads the files of a pretrained model: every rank, one replica for all, or nobody if a checkpoint follows."""
 
+import copy
 import logging
 import os
 from contextlib import nullcontext
@@ -13,8 +14,10 @@ import transformers.modeling_utils as library
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightning_automodel import FSDP2Config, FSDP2TPStrategy
-from lightning_automodel.loading import initialize
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy, parallelize
+from lightning_automodel.distributed.shards import local_tensor
+from lightning_automodel.loading import initialize, sharded_loading
+from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import Recorder, batches, fit, make_trainer, tiny_llama, whole_parameters
 
@@ -182,3 +185,22 @@ def test_pickled_weights_are_read_with_a_warning(pool2: Pool, saved: Path) -> No
     (saved / "model.safetensors").unlink()
     torch.save(tiny_llama().state_dict(), saved / "pytorch_model.bin")
     assert pool2.run(from_pickle, saved, trainer=True) == [[], []]
+
+
+def copied_from_pickle(sizes: dict[str, int], directory: Path) -> list[str]:
+    """Runs on each rank: parameters whose memory is more than their shard, and those that a copy does not have."""
+    mesh = build_mesh(resolve_sizes(2, **sizes), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), torch.device("cpu")):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+    shards = {name: local_tensor(p) for name, p in model.named_parameters()}
+    found = [name for name, shard in shards.items() if shard.untyped_storage().nbytes() > 1.5 * shard.nbytes]
+    copies = {name: local_tensor(copy.deepcopy(p)) for name, p in model.named_parameters()}
+    return found + [name for name, shard in copies.items() if not shard.equal(shards[name])]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_what_a_pickled_file_gives_has_memory_of_its_own(sizes: dict[str, int], pool2: Pool, saved: Path) -> None:
+    """As modules_to_save of peft asks for, which copies them."""
+    (saved / "model.safetensors").unlink()
+    torch.save(tiny_llama().state_dict(), saved / "pytorch_model.bin")
+    assert pool2.run(copied_from_pickle, sizes, saved) == [[], []]

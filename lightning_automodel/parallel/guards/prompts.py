@@ -1,0 +1,42 @@
+"""Methods of peft that train a prompt beside the model: what they need of it may lie in shards, or be split."""
+
+from typing import Any
+
+from torch import nn
+
+
+def refuse_prompts(root: nn.Module, tp: int, *, as_one: bool) -> None:
+    """Refuse those whose prompt would be computed from parts of what it needs.
+
+    Args:
+        root: a LightningModule, or a model.
+        tp: of the mesh; prefixes are right on whole heads.
+        as_one: peft's model is one unit that is called as a whole, its prompt included, as :func:`parallelize` makes
+            it. Strategies shard the model that it holds, and the prompt beside that.
+
+    Raises:
+        ValueError: naming the method, and what to use.
+    """
+    for config in _prompts(root):
+        name, kind = type(config).__name__, config.peft_type
+        if kind == "CPT":
+            raise ValueError(
+                f"{name} of peft: its forward pass writes into the weight that it trains, and a hook changes that "
+                "weight's gradient, of both of which ranks hold shards; use LoRA, or DDPStrategy"
+            )
+        if tp > 1 and as_one:
+            raise ValueError(
+                f"{name} of peft with tp={tp}: what the prompt needs of the model (the embedding, whole heads) is "
+                "split over ranks, and the prompt lies beside it; use LoRA, or tp=1 with dp_shard"
+            )
+        if not as_one and (tp > 1 or kind != "PREFIX_TUNING"):
+            raise ValueError(
+                f"{name} of peft: the model is sharded or split, and what the prompt needs of it (the embedding, whole "
+                "heads) would be used outside of its forward pass; use LoRA, prefix tuning with tp=1, DDPStrategy, or "
+                "parallelize(model, mesh) with tp=1 in a loop of your own"
+            )
+
+
+def _prompts(root: nn.Module) -> list[Any]:
+    found = [config for module in root.modules() for config in (getattr(module, "peft_config", None) or {}).values()]
+    return [config for config in found if getattr(config, "is_prompt_learning", False)]
