@@ -1,12 +1,15 @@
 """A checkpoint that is saved within a batch (by a hook, by an error): its optimizer step is done anew, nothing else."""
 
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
+from lightning_automodel.distributed.logs import logger
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
@@ -120,6 +123,35 @@ def test_the_step_is_done_anew(pool2: Pool, tmp_path: Path, layout: str, place: 
         assert found["losses"] == pytest.approx(found["expected"], abs=1e-6)
         assert found["difference"] < 1e-6
         assert found["steps"][0] == found["steps"][1]
+
+
+class BehindStep(Stopped):
+    """Fails, or saves, when its optimizer has stepped and the batch is not through."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.reach("stepped")
+
+
+def stop_behind_step(layout: str, directory: Path) -> tuple[str, str, bool]:
+    """Runs on each rank: what a save by hand is told, and what the log says of one that an error made."""
+    logs, path = io.StringIO(), directory / "hand.ckpt"
+    handler = logging.StreamHandler(logs)
+    logger.addHandler(handler)
+    with pytest.raises(ValueError, match="step taken twice") as refused:
+        fit(layout, BehindStep("stepped", 6, path))
+    with pytest.raises(ArithmeticError):
+        fit(layout, BehindStep("stepped", 6), None, OnExceptionCheckpoint(directory, "error"))
+    logger.removeHandler(handler)
+    return str(refused.value), logs.getvalue(), path.exists()
+
+
+def test_behind_the_step_it_is_told_that_it_is_not_exact(pool2: Pool, tmp_path: Path) -> None:
+    for refused, logged, was_saved in pool2.run(stop_behind_step, "fsdp2-dp2", tmp_path, trainer=True):
+        assert "hand.ckpt" in refused
+        assert "on_train_batch_end" in refused
+        assert not was_saved
+        assert "error.ckpt would have that step taken twice" in logged
 
 
 class Validating(Stopped):
