@@ -38,7 +38,7 @@ class Steps(Memory):
 
 
 class Stopped(Descending):
-    """Ends, or saves, in one micro-batch: when it begins, in the middle of its backward pass, or before its step."""
+    """Ends, or saves, in one micro-batch: when it begins, in its backward pass, before its step, or behind."""
 
     def __init__(self, place: str = "", count: int = 0, path: Path | None = None) -> None:
         super().__init__()
@@ -69,6 +69,9 @@ class Stopped(Descending):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.reach("step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.reach("end")
 
 
 def fit(layout: str, module: Stopped, resume: Path | None = None, *callbacks: Any) -> tuple[dict[str, Any], Steps]:
@@ -105,6 +108,7 @@ def stop_and_go_on(layout: str, place: str, count: int, saves: bool, directory: 
 CASES = [
     ("fsdp2-tp2", "start", 5, True),
     ("fsdp2-dp2", "backward", 5, False),
+    ("megatron3-dp2", "end", 5, False),
     ("megatron3-dp2", "start", 6, False),
     ("fsdp2-dp2", "start", 6, False),
     ("ddp-2", "backward", 6, False),

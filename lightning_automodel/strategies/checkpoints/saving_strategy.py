@@ -131,7 +131,7 @@ class SavingStrategy(OnMesh):
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:  # an error may leave a step half done
             self.check_replicas(self._module)
             warn_of_buffers_apart(self._module, self.data_group)
-        is_done_anew = self._module.automatic_optimization and is_within_batch(self._trainer)
+        is_done_anew = self._module.automatic_optimization and self.does_step_anew()
         if is_done_anew and self._stepped_in == self._trainer.fit_loop.epoch_loop.total_batch_idx:
             self._tell_of_step(path)
         added = {
@@ -168,12 +168,16 @@ class SavingStrategy(OnMesh):
             return {TRAINED: self._own[TRAINED]}
         trainer = self._trainer
         evaluates = trainer.validating and trainer.state.fn == TrainerFn.FITTING
-        return self._what_trains.entry(is_done_anew=is_within_batch(trainer), evaluates=evaluates)
+        return self._what_trains.entry(is_done_anew=self.does_step_anew(), evaluates=evaluates)
 
     def _is_within_step(self) -> bool:
         if self._module.automatic_optimization:
             return is_accumulating(self._trainer)
         return bool(self._unstepped)
+
+    def does_step_anew(self) -> bool:
+        """Tells whether who goes on from a checkpoint of now does the present step (by hand: the batch) anew."""
+        return is_within_batch(self._trainer)
 
     def note_backward(self) -> None:
         """Keeps in mind that gradients wait for a step, which with manual optimization nothing else tells."""
