@@ -240,7 +240,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def does_step_anew(self) -> bool:  # also between its micro-batches, whose gradients nobody has
-        is_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        is_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED or self._preemption.is_acting
         return super().does_step_anew() or (is_interrupted and is_accumulating(self._trainer))
 
     @override

@@ -2,11 +2,15 @@
 
 import io
 import logging
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_automodel.distributed.logs import logger
@@ -127,6 +131,40 @@ def test_the_step_is_done_anew(pool2: Pool, tmp_path: Path, layout: str, place: 
         assert found["losses"] == pytest.approx(found["expected"], abs=1e-6)
         assert found["difference"] < 1e-6
         assert found["steps"][0] == found["steps"][1]
+
+
+class Preempted(Descending):
+    """Is asked to end in a validation between two micro-batches of a step."""
+
+    asked = False
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.asked and batch_idx == 0:
+            self.asked = False
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempt_and_go_on(directory: Path) -> list[list[float]]:
+    """Runs on each rank."""
+    losses = []
+    for name in ("whole", "asked", "again"):
+        module, saver = Preempted(), ModelCheckpoint(directory / name[0], save_last=True, every_n_epochs=9)
+        module.asked = name == "asked"
+        settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3}
+        trainer = make_trainer(
+            LAYOUTS["megatron3-dp2"].make(), enable_checkpointing=True, callbacks=[saver], **settings
+        )
+        with pytest.raises(SIGTERMException) if module.asked else nullcontext():
+            trainer.fit(module, batches(2, ROWS), batches(2), ckpt_path="last" if name == "again" else None)
+        losses.append(module.losses)
+    return losses
+
+
+@pytest.mark.slow
+def test_a_signal_between_micro_batches(pool2: Pool, tmp_path: Path) -> None:
+    for whole, asked, again in pool2.run(preempt_and_go_on, tmp_path, trainer=True):
+        assert asked == whole[:3]
+        assert again == whole[2:]
 
 
 class BehindStep(Stopped):
