@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning.modules import default_timeout
+from lightning_automodel._compat.lightning.trainer import is_accumulating
 from lightning_automodel.checkpointing.files.folder import GRADIENTS
 from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import MegatronFSDPConfig
@@ -238,6 +239,11 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         complete_state(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         return super().optimizer_state(optimizer)
+
+    @override
+    def does_step_anew(self) -> bool:  # also between its micro-batches, whose gradients nobody has
+        is_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED or self._preemption.is_acting
+        return super().does_step_anew() or (is_interrupted and is_accumulating(self._trainer))
 
     @override
     def accumulated_gradients(self) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Lightning's weight averaging, unchanged, on sharded weights: the averages of one device, through a resume."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -97,3 +99,58 @@ def test_averages_go_to_megatron_fsdp_and_back(
         assert found["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
         assert difference(one["average"], found["average"]) < 1e-5
         resume = tmp_path / f"{epoch}/epoch={epoch}.ckpt"
+
+
+# ---- within an evaluation, when the module holds the average ---------------------------------------------------------
+
+
+class EndsInEvaluation(Recorder):
+    """Fails in the evaluation of its second epoch, in the middle of it, or saves there."""
+
+    def __init__(self, how: str, path: Path) -> None:
+        super().__init__()
+        self.how, self.path = how, path
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.how and (self.current_epoch, batch_idx) == (1, 1):
+            if self.how == "error":
+                raise ArithmeticError
+            self.trainer.save_checkpoint(self.path)
+
+
+def end_and_go_on(layout: str, is_folder: bool, how: str, directory: Path) -> dict[str, Any]:
+    """Runs on each rank: what an undisturbed run and one that goes on end with, and the weights in the checkpoint."""
+    path, found, size = directory / "saved.ckpt", {}, LAYOUTS[layout].data_size
+    for name in ("whole", how, "again"):
+        module = EndsInEvaluation(how if name == how else "", path)
+        strategy = LAYOUTS[layout].make(save_distributed_checkpoint=is_folder)
+        saver = [OnExceptionCheckpoint(directory, "saved")] * (name == "error")
+        callbacks = [EMAWeightAveraging(decay=0.7), *saver]
+        trainer = make_trainer(strategy, max_epochs=3, enable_checkpointing=bool(saver), callbacks=callbacks)
+        with pytest.raises(ArithmeticError) if name == "error" else nullcontext():
+            trainer.fit(module, batches(size), batches(size), ckpt_path=path if name == "again" else None)
+        found[name] = {"losses": module.losses, "average": average_of(module)}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "is_folder", "how"),
+    [
+        ("fsdp2-dp2", True, "error"),
+        ("fsdp2-tp2", False, "saves"),
+        pytest.param("ddp-2", False, "error", marks=pytest.mark.long),
+        pytest.param("megatron3-dp2", True, "error", marks=pytest.mark.long),
+    ],
+)
+def test_an_evaluation_that_is_saved_goes_on_with_what_trains(
+    pool2: Pool, tmp_path: Path, layout: str, is_folder: bool, how: str
+) -> None:
+    found = pool2.run(end_and_go_on, layout, is_folder, how, tmp_path, trainer=True)[0]
+    whole, again = found["whole"], found["again"]
+    assert again["losses"] == pytest.approx(whole["losses"][-len(again["losses"]) :], abs=1e-6)
+    assert difference(whole["average"], again["average"]) < 1e-6
+    if not is_folder:
+        saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+        assert difference(saved["state_dict"], saved["current_model_state"]) > 1e-4

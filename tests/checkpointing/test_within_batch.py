@@ -1,12 +1,19 @@
 """A checkpoint that is saved within a batch (by a hook, by an error): its optimizer step is done anew, nothing else."""
 
+import io
+import logging
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
+from lightning_automodel.distributed.logs import logger
 from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
@@ -35,7 +42,7 @@ class Steps(Memory):
 
 
 class Stopped(Descending):
-    """Ends, or saves, in one micro-batch: when it begins, in the middle of its backward pass, or before its step."""
+    """Ends, or saves, in one micro-batch: when it begins, in its backward pass, before its step, or behind."""
 
     def __init__(self, place: str = "", count: int = 0, path: Path | None = None) -> None:
         super().__init__()
@@ -66,6 +73,9 @@ class Stopped(Descending):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.reach("step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.reach("end")
 
 
 def fit(layout: str, module: Stopped, resume: Path | None = None, *callbacks: Any) -> tuple[dict[str, Any], Steps]:
@@ -102,6 +112,7 @@ def stop_and_go_on(layout: str, place: str, count: int, saves: bool, directory: 
 CASES = [
     ("fsdp2-tp2", "start", 5, True),
     ("fsdp2-dp2", "backward", 5, False),
+    ("megatron3-dp2", "end", 5, False),
     ("megatron3-dp2", "start", 6, False),
     ("fsdp2-dp2", "start", 6, False),
     ("ddp-2", "backward", 6, False),
@@ -120,6 +131,69 @@ def test_the_step_is_done_anew(pool2: Pool, tmp_path: Path, layout: str, place: 
         assert found["losses"] == pytest.approx(found["expected"], abs=1e-6)
         assert found["difference"] < 1e-6
         assert found["steps"][0] == found["steps"][1]
+
+
+class Preempted(Descending):
+    """Is asked to end in a validation between two micro-batches of a step."""
+
+    asked = False
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.asked and batch_idx == 0:
+            self.asked = False
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempt_and_go_on(directory: Path) -> list[list[float]]:
+    """Runs on each rank."""
+    losses = []
+    for name in ("whole", "asked", "again"):
+        module, saver = Preempted(), ModelCheckpoint(directory / name[0], save_last=True, every_n_epochs=9)
+        module.asked = name == "asked"
+        settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3}
+        trainer = make_trainer(
+            LAYOUTS["megatron3-dp2"].make(), enable_checkpointing=True, callbacks=[saver], **settings
+        )
+        with pytest.raises(SIGTERMException) if module.asked else nullcontext():
+            trainer.fit(module, batches(2, ROWS), batches(2), ckpt_path="last" if name == "again" else None)
+        losses.append(module.losses)
+    return losses
+
+
+@pytest.mark.slow
+def test_a_signal_between_micro_batches(pool2: Pool, tmp_path: Path) -> None:
+    for whole, asked, again in pool2.run(preempt_and_go_on, tmp_path, trainer=True):
+        assert asked == whole[:3]
+        assert again == whole[2:]
+
+
+class BehindStep(Stopped):
+    """Fails, or saves, when its optimizer has stepped and the batch is not through."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.reach("stepped")
+
+
+def stop_behind_step(layout: str, directory: Path) -> tuple[str, str, bool]:
+    """Runs on each rank: what a save by hand is told, and what the log says of one that an error made."""
+    logs, path = io.StringIO(), directory / "hand.ckpt"
+    handler = logging.StreamHandler(logs)
+    logger.addHandler(handler)
+    with pytest.raises(ValueError, match="step taken twice") as refused:
+        fit(layout, BehindStep("stepped", 6, path))
+    with pytest.raises(ArithmeticError):
+        fit(layout, BehindStep("stepped", 6), None, OnExceptionCheckpoint(directory, "error"))
+    logger.removeHandler(handler)
+    return str(refused.value), logs.getvalue(), path.exists()
+
+
+def test_behind_the_step_it_is_told_that_it_is_not_exact(pool2: Pool, tmp_path: Path) -> None:
+    for refused, logged, was_saved in pool2.run(stop_behind_step, "fsdp2-dp2", tmp_path, trainer=True):
+        assert "hand.ckpt" in refused
+        assert "on_train_batch_end" in refused
+        assert not was_saved
+        assert "error.ckpt would have that step taken twice" in logged
 
 
 class Validating(Stopped):

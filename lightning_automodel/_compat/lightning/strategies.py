@@ -52,8 +52,12 @@ class ExchangedAveraging(WeightAveraging):
         """Returns what has the ``parameters()`` and ``buffers()`` that are exchanged."""
         return module
 
+    def note_exchange(self) -> None:
+        """Is called when the two have been exchanged."""
+
     def _swap_models(self, pl_module: LightningModule) -> None:
         super()._swap_models(self.stand_in(pl_module))
+        self.note_exchange()
 
     def _copy_average_to_current(self, pl_module: LightningModule) -> None:
         super()._copy_average_to_current(self.stand_in(pl_module))

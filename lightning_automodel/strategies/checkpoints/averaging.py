@@ -6,7 +6,7 @@ the average as tensors beside the module's own, in the same layout. Its argument
 checkpoint stay what they are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,9 +19,10 @@ from lightning_automodel._compat.dtensor.tensors import dtensor_like
 from lightning_automodel._compat.lightning.strategies import ExchangedAveraging, ExchangedStochasticAveraging
 from lightning_automodel.checkpointing.files.dcp import fetch
 from lightning_automodel.checkpointing.files.folder import CURRENT
-from lightning_automodel.checkpointing.states import model_state, named_state
+from lightning_automodel.checkpointing.states import clean_name, model_state, named_state
 from lightning_automodel.distributed.shards import copy_from_whole, local_tensor
 from lightning_automodel.distributed.uneven_shards import like_parameter
+from lightning_automodel.modules.adapted_bases import names_left_out
 from lightning_automodel.parallel.fsdp2.running import reshard
 
 _COUNTS = "averaging_state"
@@ -31,12 +32,14 @@ class ShardedAveraging(ExchangedAveraging):
     """The methods that take the place of those of a ``WeightAveraging`` callback."""
 
     _saved: Mapping[str, Any] | None = None
+    _is_exchanged = False  # within an evaluation the module holds the average
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Does nothing: :meth:`begin` follows when the module is sharded."""
 
     def begin(self, module: "pl.LightningModule") -> None:
         """Starts from the module's weights, or from what a checkpoint holds."""
+        self._is_exchanged = False
         device = self._device or module.device
         self._average_model = AveragedModel(
             _Parts(_Held(module)), device, use_buffers=self._use_buffers, **self._kwargs
@@ -58,11 +61,19 @@ class ShardedAveraging(ExchangedAveraging):
     ) -> None:
         """Makes the average the checkpoint's weights, as without sharding."""
         if self._average_model is not None:
-            checkpoint[CURRENT] = current = checkpoint["state_dict"]
-            averages = self._averages(pl_module)
-            checkpoint["state_dict"] = trainer.strategy.state_part(  # type: ignore[attr-defined]
-                {name: averages.get(name, current.get(name, value)) for name, value in model_state(pl_module).items()}
-            )
+            current, averages, held = checkpoint["state_dict"], self._averages(pl_module), model_state(pl_module)
+
+            def part(instead: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+                chosen = {name: instead.get(name, current.get(name, held[name])) for name in names}
+                return trainer.strategy.state_part(chosen)  # type: ignore[attr-defined]
+
+            if self._is_exchanged:  # an evaluation saves, or an error ended one
+                left_out = {clean_name(name) for name in names_left_out(pl_module)}
+                checkpoint[CURRENT] = part(averages, [name for name in held if name not in left_out])
+                averages = {name: held[name] for name in averages}
+            else:
+                checkpoint[CURRENT] = current
+            checkpoint["state_dict"] = part(averages, held)
             checkpoint[_COUNTS] = {"n_averaged": self._average_model.n_averaged}
 
     def on_load_checkpoint(
@@ -84,6 +95,10 @@ class ShardedAveraging(ExchangedAveraging):
     def stand_in(self, module: "pl.LightningModule") -> "_Held":
         """Returns the rank's own memory of the module's weights."""
         return _Held(module)
+
+    def note_exchange(self) -> None:
+        """Keeps in mind which of the two the module holds."""
+        self._is_exchanged = not self._is_exchanged
 
     def _averages(self, module: nn.Module) -> dict[str, Tensor]:
         assert self._average_model is not None

@@ -52,6 +52,10 @@ _ON_ALL_RANKS = (
     "every rank writes or sends its part of a checkpoint, so call trainer.save_checkpoint on all of them, without "
     "`if trainer.is_global_zero` around it"
 )
+_BEHIND_STEP = (
+    "the optimizer has taken its step and the batch is not through, so that {path} would have that step taken twice: "
+    "its weights are behind it, and a run that goes on does the batch anew"
+)
 
 
 class SavingStrategy(OnMesh):
@@ -65,6 +69,7 @@ class SavingStrategy(OnMesh):
         self._background = BackgroundSaver()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._unstepped: set[int] = set()  # ids of optimizers without a step since the last backward pass
+        self._stepped_in = -1  # which batch of the run took the last step
         self._own: dict[str, Any] = {}
         self._restoration = checkpoints.Restoration()
         self._replacement = Replacement()
@@ -126,7 +131,9 @@ class SavingStrategy(OnMesh):
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:  # an error may leave a step half done
             self.check_replicas(self._module)
             warn_of_buffers_apart(self._module, self.data_group)
-        is_done_anew = self._module.automatic_optimization and is_within_batch(self._trainer)
+        is_done_anew = self._module.automatic_optimization and self.does_step_anew()
+        if is_done_anew and self._stepped_in == self._trainer.fit_loop.epoch_loop.total_batch_idx:
+            self._tell_of_step(path)
         added = {
             DESCRIPTIONS: describe_models(self._module),
             RANDOM_NUMBERS: self._draws.state(),
@@ -150,25 +157,36 @@ class SavingStrategy(OnMesh):
             )
         checkpoints.save_parts(checkpoint, path, self.data_group, self._background if self._async_save else None)
 
+    def _tell_of_step(self, path: Location) -> None:
+        told = _BEHIND_STEP.format(path=path)
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise ValueError(f"{told}. Save in on_train_batch_end, or before the step")
+        logger.error("%s. Go on from an earlier checkpoint", told)
+
     def _trained_entry(self) -> dict[str, Any]:
         if TRAINED in self._own:  # hooks before training save, before it is put in place
             return {TRAINED: self._own[TRAINED]}
         trainer = self._trainer
         evaluates = trainer.validating and trainer.state.fn == TrainerFn.FITTING
-        return self._what_trains.entry(is_done_anew=is_within_batch(trainer), evaluates=evaluates)
+        return self._what_trains.entry(is_done_anew=self.does_step_anew(), evaluates=evaluates)
 
     def _is_within_step(self) -> bool:
         if self._module.automatic_optimization:
             return is_accumulating(self._trainer)
         return bool(self._unstepped)
 
+    def does_step_anew(self) -> bool:
+        """Tells whether who goes on from a checkpoint of now does the present step (by hand: the batch) anew."""
+        return is_within_batch(self._trainer)
+
     def note_backward(self) -> None:
         """Keeps in mind that gradients wait for a step, which with manual optimization nothing else tells."""
         self._unstepped = {id(optimizer) for optimizer in self.optimizers}
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Keeps in mind that ``optimizer`` has used its gradients."""
+        """Keeps in mind that ``optimizer`` has used its gradients, and in which batch."""
         self._unstepped.discard(id(optimizer))
+        self._stepped_in = self._trainer.fit_loop.epoch_loop.total_batch_idx
 
     @contextmanager
     def _saving_at_once(self) -> Generator[None, None, None]:
@@ -284,6 +302,7 @@ class SavingStrategy(OnMesh):
         When training starts: the trainer zeroes them before.
         """
         self._unstepped = {id(optimizer) for optimizer in self.optimizers if self._gradients}
+        self._stepped_in = -1
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._gradients = {}

@@ -54,6 +54,7 @@ class Preemption:
     def _begin(self) -> None:
         self._end = self._requeue = False  # what this process was asked for
         self._has_ended = self._has_requeued = False
+        self.is_acting = False  # what is saved now is saved for a signal
 
     def install(self, trainer: "pl.Trainer", at_once: AtOnce, timeout: timedelta | None) -> None:
         """Takes the place of Lightning's handlers, for the run of ``trainer`` that begins.
@@ -113,12 +114,14 @@ class Preemption:
     def _act(self, notes: list[bool]) -> None:
         assert self._signals is not None
         requeue, end = notes
+        self.is_acting = True
         if requeue and not self._has_requeued:
             self._has_requeued = True
             self._save_and_requeue()
         if end:
             self._save()
             self._raise()
+        self.is_acting = False
 
     def _raise(self) -> None:
         assert self._signals is not None
