@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -25,6 +26,7 @@ from lightning_automodel.checkpointing.hugging_face.models import (
     parse_size,
     write_pretrained,
 )
+from lightning_automodel.checkpointing.hugging_face.save_adapters import find_prompted, save_prompts
 from lightning_automodel.checkpointing.hugging_face.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
@@ -44,7 +46,7 @@ class HuggingFaceExport(L.Callback):
         dtype: of the weights in the files, for example "bfloat16"; ``None``: that of the model.
         max_shard_size: of a file, and what rank 0 holds at most (unless one block is larger).
         merge: write a model with adapters as a whole, with these added to the layers; else what peft's
-            ``PeftModel.from_pretrained`` reads.
+            ``PeftModel.from_pretrained`` reads. A prompt cannot be merged.
 
     Raises:
         ValueError: if ``dtype`` or ``max_shard_size`` is not one.
@@ -66,6 +68,9 @@ class HuggingFaceExport(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses a model that could not be written, before time is spent on training."""
         model = _model_of(pl_module)
+        if (prompted := find_prompted(pl_module)) is not None:
+            self._check_prompts(prompted)
+            return
         writes_whole = self.merge or not getattr(model, "peft_config", None)
         if writes_whole and holds_adapters(self.dirpath):
             raise ValueError(
@@ -79,10 +84,20 @@ class HuggingFaceExport(L.Callback):
         elif self.merge:
             check_mergeable(model)
 
+    def _check_prompts(self, prompted: Any) -> None:
+        if self.merge:
+            kind = type(next(iter(prompted.peft_config.values()))).__name__
+            raise ValueError(
+                f"HuggingFaceExport(merge=True): what {kind} learns stands before the model and not in its layers, so "
+                "it cannot be added to them; leave merge out: PeftModel.from_pretrained reads the prompt"
+            )
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the model on rank 0. Collective."""
         model = _model_of(pl_module)
-        if getattr(model, "peft_config", None):
+        if (prompted := find_prompted(pl_module)) is not None:
+            save_prompts(prompted, self.dirpath)
+        elif getattr(model, "peft_config", None):
             write_adapted(pl_module, model, self.dirpath, self.dtype, self.max_shard_size, merge=self.merge)
         else:
             write_sharded(model, self.dirpath, dtype=self.dtype, max_shard_size=self.max_shard_size)

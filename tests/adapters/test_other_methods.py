@@ -36,7 +36,8 @@ CONFIGS = {
     "encoder": peft.PromptEncoderConfig(**PROMPT),
     "cpt": peft.CPTConfig(cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 4], task_type="CAUSAL_LM"),
 }
-WHOLE = {"vera", "loha", "oft", "tokens", "tokens of the head", "lokr", "adalora", "norms", "prefix"}
+PROMPTS = {"prompt", "encoder"}
+WHOLE = {"vera", "loha", "oft", "tokens", "tokens of the head", "lokr", "adalora", "norms", "prefix", *PROMPTS}
 _SOME: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
 MORE = {
     "boft": peft.BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=2, **_SOME),
@@ -53,7 +54,7 @@ MORE = {
     "waveft": peft.WaveFTConfig(n_frequency=10, **_SOME),
 }
 """Of which nothing is known here: layers that stay whole compute them as peft does."""
-RIGHT = {"fsdp2-dp2": WHOLE, "fsdp2-tp2": {"norms"}}
+RIGHT = {"fsdp2-dp2": WHOLE, "fsdp2-tp2": {"norms", *PROMPTS}}
 
 
 def adapt(method: str, base: nn.Module) -> nn.Module:

@@ -1,17 +1,23 @@
-"""Prompts of peft in a loop of one's own: exact where the model around them is one unit, else named in an error."""
+"""Prompts of peft, which lie beside the model: exact in a loop and under strategies, or named in an error."""
 
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_automodel import parallelize
+from lightning_automodel.finetuning import HuggingFaceExport
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.testing.pool import Pool
-from tests.support.training import VOCABULARY, tiny_llama, whole
+from lightning_automodel.testing.pool import Nursery, Pool
+from tests.strategies.users.test_own_code import Noted, check_gradients
+from tests.support.layouts import LAYOUTS
+from tests.support.marks import with_long
+from tests.support.training import VOCABULARY, SaveAfter, batches, make_trainer, tiny_llama, whole
 
 PROMPT: dict[str, Any] = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
 CONFIGS = {
@@ -31,8 +37,11 @@ def prompted(method: str) -> Any:
 
 
 def rows(method: str) -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(1))
-    tasks = {"task_ids": torch.tensor([0, 1, 0, 1])} if method == "tasks" else {}
+    return inputs(method, torch.randint(VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(1)))
+
+
+def inputs(method: str, ids: Tensor) -> dict[str, Tensor]:
+    tasks = {"task_ids": ids[:, 0] % 2} if method == "tasks" else {}
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), **tasks}
 
 
@@ -84,7 +93,7 @@ def test_prompts_beside_a_model_that_is_split_are_named(pool2: Pool) -> None:
     for found in pool2.run(refusals, {"tp": 2}, ["prefix", "prompt", "encoder", "tasks"]):
         for method, message in found.items():
             assert message.startswith(f"{type(CONFIGS[method]).__name__} of peft with tp=2")
-            assert "use LoRA, or tp=1 with dp_shard" in message
+            assert "use LoRA, tp=1 with dp_shard, or FSDP2TPStrategy" in message
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
@@ -92,3 +101,98 @@ def test_a_prompt_that_its_pass_writes_is_named(sizes: dict[str, int], pool2: Po
     for found in pool2.run(refusals, sizes, ["cpt"]):
         assert found["cpt"].startswith("CPTConfig of peft: its forward pass writes into the weight that it trains")
         assert "use LoRA, or DDPStrategy" in found["cpt"]
+
+
+# ---- under strategies ------------------------------------------------------------------------------------------------
+
+
+class Prompted(Noted):
+    """Trains a prompt, and says what it says to prompts of a user's."""
+
+    def __init__(self, method: str, keeps_gradients: bool = True) -> None:
+        super().__init__()
+        self.method, self.keeps_gradients, self.said = method, keeps_gradients, ""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = prompted(self.method)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.model(**inputs(self.method, batch[0])).loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        given = {"task_ids": batch[0][:, 0] % 2} if self.method == "tasks" else {}
+        said = self.model.generate(input_ids=batch[0], max_new_tokens=4, do_sample=False, **given)
+        self.said += str(sorted(self.all_gather(said).flatten(0, -2).tolist()))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.keeps_gradients:
+            super().on_before_optimizer_step(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+
+
+def trained(layout: str, method: str, path: Path, resume: Path | None = None) -> dict[str, Any]:
+    """Runs on each rank: steps with accumulation, a save between two micro-batches, and an evaluation."""
+    is_megatron = layout.startswith("megatron")  # which shows no gradients there, and goes on behind steps only
+    chosen, module = LAYOUTS[layout], Prompted(method, keeps_gradients=not is_megatron)
+    saver = [] if resume or is_megatron else [SaveAfter(path / "mid.ckpt", 3)]
+    arguments: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    trainer = make_trainer(chosen.make(), callbacks=[*saver, HuggingFaceExport(str(path / layout))], **arguments)
+    trainer.fit(module, batches(chosen.data_size), ckpt_path=resume)
+    if method not in ("prefix", "tasks"):  # peft's own generation of these is none
+        trainer.validate(module, batches(chosen.data_size), verbose=False)
+    return {"losses": module.losses, "gradients": module.gradients, "said": module.said}
+
+
+def written(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "adapter_model.safetensors")
+
+
+def compare(pool: Pool, one: Pool, layout: str, method: str, path: Path) -> None:
+    expected = one.run(trained, "ddp-1", method, path, trainer=True)[0]
+    (path / "mid.ckpt").rename(path / "one.ckpt")
+    for resume in [None] if layout.startswith("megatron") else [None, path / "one.ckpt"]:
+        for found in pool.run(trained, layout, method, path, resume, trainer=True):
+            later = len(expected["losses"]) - len(found["losses"])
+            assert found["losses"] == pytest.approx(expected["losses"][later:], rel=1e-5)
+            assert found["said"] == expected["said"]
+            for one_process, many in zip(expected["gradients"][::-1], found["gradients"][::-1], strict=False):
+                check_gradients(one_process, many)
+        for name, value in written(path / "ddp-1").items():
+            torch.testing.assert_close(written(path / layout)[name], value, rtol=1e-4, atol=1e-5)
+
+
+CASES = [
+    *((layout, method) for layout in ("fsdp2-dp2", "fsdp2-tp2") for method in ("prompt", "encoder", "tasks")),
+    ("fsdp2-dp2", "prefix"),
+    *((layout, "encoder") for layout in ("fsdp2-cp2", "megatron3-dp2", "megatron3-tp2")),
+    *(("megatron3-dp2", method) for method in ("prompt", "prefix")),
+]
+FAST = [("fsdp2-tp2", "encoder"), ("fsdp2-dp2", "tasks"), ("megatron3-dp2", "encoder")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "method"), with_long(CASES, *(case for case in CASES if case not in FAST)))
+def test_prompts_train_beside_models_that_are_sharded(
+    layout: str, method: str, nursery: Nursery, pool2: Pool, tmp_path: Path
+) -> None:
+    compare(pool2, Pool(nursery, 1), layout, method, tmp_path)
+
+
+def refusals_of_strategies(methods: list[str]) -> dict[str, str]:
+    """Runs on each rank."""
+    found = {}
+    for method in methods:
+        with pytest.raises(ValueError, match="of peft") as refusal:
+            make_trainer({"tp": 2}, max_steps=1).fit(Prompted(method), batches(1))
+        found[method] = str(refusal.value)
+    return found
+
+
+def test_what_stands_before_keys_of_split_heads_is_named(pool2: Pool) -> None:
+    for found in pool2.run(refusals_of_strategies, ["prefix", "cpt"], trainer=True):
+        assert "keys and values of whole heads, of which a rank has some" in found["prefix"]
+        assert "its forward pass writes into the weight that it trains" in found["cpt"]

@@ -71,8 +71,8 @@ def check_exportable(description: Description) -> None:
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise ValueError(
                 f"export: what {type(config).__name__} of {name!r} learns is not in the layers of "
-                f"{description.architecture}, but in the PeftModel around it; call save_pretrained(directory) of the "
-                "PeftModel in on_train_end, on every rank, instead"
+                f"{description.architecture}, but in the PeftModel around it; HuggingFaceExport writes it "
+                "in a run, and so does save_pretrained(directory) of the PeftModel in on_train_end, on every rank"
             )
 
 

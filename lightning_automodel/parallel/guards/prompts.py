@@ -4,6 +4,9 @@ from typing import Any
 
 from torch import nn
 
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+"""Kinds that stand before each layer's keys, and not before what enters the model."""
+
 
 def refuse_prompts(root: nn.Module, tp: int, *, as_one: bool) -> None:
     """Refuse those whose prompt would be computed from parts of what it needs.
@@ -27,13 +30,13 @@ def refuse_prompts(root: nn.Module, tp: int, *, as_one: bool) -> None:
         if tp > 1 and as_one:
             raise ValueError(
                 f"{name} of peft with tp={tp}: what the prompt needs of the model (the embedding, whole heads) is "
-                "split over ranks, and the prompt lies beside it; use LoRA, or tp=1 with dp_shard"
+                "split over ranks, and the prompt lies beside it; use LoRA, tp=1 with dp_shard, or FSDP2TPStrategy, "
+                "which takes prompts that enter with the embeddings"
             )
-        if not as_one and (tp > 1 or kind != "PREFIX_TUNING"):
+        if tp > 1 and kind in _PREFIXES:
             raise ValueError(
-                f"{name} of peft: the model is sharded or split, and what the prompt needs of it (the embedding, whole "
-                "heads) would be used outside of its forward pass; use LoRA, prefix tuning with tp=1, DDPStrategy, or "
-                "parallelize(model, mesh) with tp=1 in a loop of your own"
+                f"{name} of peft with tp={tp}: it gives each layer keys and values of whole heads, of which a rank has "
+                "some; use LoRA, prompt tuning, or tp=1"
             )
 
 
