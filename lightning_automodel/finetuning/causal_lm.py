@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from lightning_automodel.checkpointing.hugging_face.models import holds_adapters
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.finetuning.adapters import adapter_config, add_adapter, freeze, report_trainable
 from lightning_automodel.finetuning.pretrained import check_vocabulary, looked_up, of_lookup, read_config
@@ -273,6 +274,12 @@ def check_weights(model: str, from_scratch: bool = False) -> None:
         return
     wanted: Iterable[str] = ("config.json",) if from_scratch else _WEIGHTS
     if not any((directory / name).is_file() for name in wanted):
+        if not from_scratch and holds_adapters(directory):
+            raise ValueError(
+                f"model={model!r} holds an adapter (adapter_config.json) and not the model that it adapts; give a "
+                "merged one, which HuggingFaceExport(merge=True) or `lightning-automodel export CHECKPOINT DIRECTORY "
+                "--merge=true` writes, or the base, and go on from the run's checkpoint with ckpt_path"
+            )
         held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
         raise ValueError(
             f"model={model!r} has none of {', '.join(wanted)} (it holds {held}); give a directory that save_pretrained "
