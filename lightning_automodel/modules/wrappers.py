@@ -79,8 +79,21 @@ def adapters_of(model: nn.Module) -> set[nn.Parameter]:
 
 
 def within_adapters(model: nn.Module) -> nn.Module:
-    """Return the model in whose layers adapters of peft lie; ``model`` if there are none, or if prompts lie beside."""
-    if not hasattr(model, "get_base_model"):
-        return model
-    base: nn.Module = model.get_base_model()  # type: ignore[operator]
-    return base if set(base.parameters()) == set(model.parameters()) else model
+    """Return the model in whose layers adapters of peft lie, or beside which prompts do; ``model`` if there is none, or
+    something else lies beside (a bank of vectors).
+    """
+    base = _base(model)
+    known = {p for part in (base, *prompt_encoders(model)) for p in part.parameters()}
+    return base if known >= set(model.parameters()) else model
+
+
+def prompt_encoders(model: nn.Module) -> list[nn.Module]:
+    """List what learns beside the model that peft's ``model`` holds: encoders of prompts, one for each adapter."""
+    of_base = set(_base(model).parameters())
+    beside = [child for child in model.children() if of_base.isdisjoint(child.parameters())]
+    each = [m for child in beside for m in (child.children() if isinstance(child, nn.ModuleDict) else [child])]
+    return [encoder for encoder in each if next(encoder.parameters(), None) is not None]
+
+
+def _base(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from typing_extensions import override
 
-from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP
+from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, find_axes
 from lightning_automodel.modules.structure import class_names
-from lightning_automodel.modules.wrappers import within_adapters
+from lightning_automodel.modules.wrappers import prompt_encoders, within_adapters
+from lightning_automodel.parallel.guards.prompts import refuse_prompts
+from lightning_automodel.parallel.layer_config import config_for
 from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.plans.selection import Rules
 
@@ -147,6 +150,7 @@ def run_strategy(model: nn.Module, mesh: DeviceMesh, setup: FSDP2Setup) -> nn.Mo
     Raises:
         ValueError: if the strategy returns something else than the model.
     """
+    _shard_prompts(model, mesh, setup)
     inner = within_adapters(model)
     strategy = get_parallelization_strategy(inner)
     if type(strategy) is DefaultParallelizationStrategy:
@@ -159,6 +163,15 @@ def run_strategy(model: nn.Module, mesh: DeviceMesh, setup: FSDP2Setup) -> nn.Mo
             "change the model in place and return it, as super().parallelize(...) does"
         )
     return model
+
+
+def _shard_prompts(model: nn.Module, mesh: DeviceMesh, setup: FSDP2Setup) -> None:
+    """Make encoders of prompts parallel beside the model that they are for, each as a layer of its own."""
+    if encoders := prompt_encoders(model):
+        tp = find_axes(mesh, setup.axis_names).tp.size()
+        refuse_prompts(model, tp)
+        for encoder in encoders:
+            replace(setup, config=config_for(encoder, setup.config, tp)).apply(encoder, mesh)
 
 
 def _short(value: Any) -> str:

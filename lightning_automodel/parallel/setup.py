@@ -19,7 +19,6 @@ from lightning_automodel.parallel.fsdp2.shard_unit import FullyShard
 from lightning_automodel.parallel.fsdp2.sharding import FSDP2Sharding
 from lightning_automodel.parallel.guards.hooks_of_users import refuse_gradient_hooks
 from lightning_automodel.parallel.guards.own_memory import give_own_memory
-from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.stages import apply_stages
 
 MP_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -47,7 +46,6 @@ class FSDP2Setup:
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the stages on ``model``, in place, and return it."""
         axes = find_axes(mesh, self.axis_names)
-        refuse_prompts(model, axes.tp.size(), as_one=True)
         refuse_gradient_hooks(model)
         give_own_memory(model)
         sharding = FSDP2Sharding(self.config, self.mp_policy, axes, self.fully_shard_fn)

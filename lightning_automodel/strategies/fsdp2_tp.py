@@ -170,7 +170,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         self._runs_hooks = find_hook_after_accumulation(self._module) is not None
-        refuse_prompts(self._module, self.sizes.tp, as_one=False)
+        refuse_prompts(self._module, self.sizes.tp)
         super().setup(trainer)
 
     @override

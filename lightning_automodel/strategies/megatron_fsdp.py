@@ -224,7 +224,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        refuse_prompts(self._module, self.sizes.tp, as_one=False)
+        refuse_prompts(self._module, self.sizes.tp)
         super().setup(trainer)
         self.precision_plugin.clip_norm = self._sharded.norms.clip
         self.precision_plugin.around_backward = self._passes.backward

@@ -58,24 +58,26 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def error(method: str) -> float:
-    """Runs on each rank: the largest of a gradient, with two data ranks."""
+def error(method: str, sizes: dict[str, int]) -> float:
+    """Runs on each rank: the largest of a gradient."""
     expected = gradients(prompted(method), rows(method))
-    model = parallelize(prompted(method), build_mesh(resolve_sizes(2, dp_shard=2), "cpu"))
+    model = parallelize(prompted(method), build_mesh(resolve_sizes(2, **sizes), "cpu"))
     own = {name: value.chunk(2)[dist.get_rank()] for name, value in rows(method).items()}
-    actual = gradients(model, own)
+    actual = gradients(model, own if "dp_shard" in sizes else rows(method))
     assert actual.keys() == expected.keys()
     assert expected
     return max(float((actual[name] - g).norm() / g.norm().clamp(min=1e-6)) for name, g in expected.items())
 
 
-def errors(methods: list[str]) -> dict[str, float]:
+def errors(methods: list[str], sizes: dict[str, int]) -> dict[str, float]:
     """Runs on each rank."""
-    return {method: error(method) for method in methods}
+    return {method: error(method, sizes) for method in methods}
 
 
-def test_prompts_are_exact_where_the_model_around_them_is_sharded(pool2: Pool) -> None:
-    for found in pool2.run(errors, ["prefix", "prompt", "encoder", "tasks"]):
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_prompts_are_exact_in_a_loop(sizes: dict[str, int], pool2: Pool) -> None:
+    methods = ["prompt", "encoder", "tasks"] + ["prefix"] * ("tp" not in sizes)
+    for found in pool2.run(errors, methods, sizes):
         assert max(found.values()) < 1e-5, found
 
 
@@ -89,18 +91,16 @@ def refusals(sizes: dict[str, int], methods: list[str]) -> dict[str, str]:
     return found
 
 
-def test_prompts_beside_a_model_that_is_split_are_named(pool2: Pool) -> None:
-    for found in pool2.run(refusals, {"tp": 2}, ["prefix", "prompt", "encoder", "tasks"]):
-        for method, message in found.items():
-            assert message.startswith(f"{type(CONFIGS[method]).__name__} of peft with tp=2")
-            assert "use LoRA, tp=1 with dp_shard, or FSDP2TPStrategy" in message
-
-
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_a_prompt_that_its_pass_writes_is_named(sizes: dict[str, int], pool2: Pool) -> None:
     for found in pool2.run(refusals, sizes, ["cpt"]):
         assert found["cpt"].startswith("CPTConfig of peft: its forward pass writes into the weight that it trains")
         assert "use LoRA, or DDPStrategy" in found["cpt"]
+
+
+def test_prefixes_of_split_heads_are_named(pool2: Pool) -> None:
+    for found in pool2.run(refusals, {"tp": 2}, ["prefix"]):
+        assert "with tp=2: it gives each layer keys and values of whole heads" in found["prefix"]
 
 
 # ---- under strategies ------------------------------------------------------------------------------------------------

@@ -8,14 +8,12 @@ _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 """Kinds that stand before each layer's keys, and not before what enters the model."""
 
 
-def refuse_prompts(root: nn.Module, tp: int, *, as_one: bool) -> None:
+def refuse_prompts(root: nn.Module, tp: int) -> None:
     """Refuse those whose prompt would be computed from parts of what it needs.
 
     Args:
         root: a LightningModule, or a model.
         tp: of the mesh; prefixes are right on whole heads.
-        as_one: peft's model is one unit that is called as a whole, its prompt included, as :func:`parallelize` makes
-            it. Strategies shard the model that it holds, and the prompt beside that.
 
     Raises:
         ValueError: naming the method, and what to use.
@@ -26,12 +24,6 @@ def refuse_prompts(root: nn.Module, tp: int, *, as_one: bool) -> None:
             raise ValueError(
                 f"{name} of peft: its forward pass writes into the weight that it trains, and a hook changes that "
                 "weight's gradient, of both of which ranks hold shards; use LoRA, or DDPStrategy"
-            )
-        if tp > 1 and as_one:
-            raise ValueError(
-                f"{name} of peft with tp={tp}: what the prompt needs of the model (the embedding, whole heads) is "
-                "split over ranks, and the prompt lies beside it; use LoRA, tp=1 with dp_shard, or FSDP2TPStrategy, "
-                "which takes prompts that enter with the embeddings"
             )
         if tp > 1 and kind in _PREFIXES:
             raise ValueError(
