@@ -241,17 +241,18 @@ class SharedHooks(SavingStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._start_evaluation()
+        self.start_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self._start_evaluation()
+        self.start_evaluation()
 
     @override
     def on_predict_start(self) -> None:
-        self._start_evaluation()
+        self.start_evaluation()
 
-    def _start_evaluation(self) -> None:
+    def start_evaluation(self) -> None:
+        """Begins a validation, a test or a prediction."""
         self._agreement.start()
         self._draws.begin(self._trainer)
         self._evaluation.start(self._trainer, self.data_group, self.root_device)

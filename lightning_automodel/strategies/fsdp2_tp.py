@@ -55,6 +55,7 @@ from lightning_automodel.strategies.submodels import (
     find_submodels,
     no_experts,
     no_plan,
+    refuse_additions,
     unwrap_compiled_children,
 )
 
@@ -256,6 +257,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def on_train_start(self) -> None:
         warn_of_copied_views()
+        refuse_additions(self._module, self.config.tower_policy, trainable_only=self.sizes.tp == 1)
         name = find_hook_after_accumulation(self._module)
         self._runs_hooks = name is not None
         if name is not None and self.config.defer_fsdp_grad_sync:
@@ -266,6 +268,12 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         self._is_watched = run_before_backward(self._module, self._callbacks)
         self._has_hooks_of_steps = run_before_steps(self._module, self._callbacks)
         super().on_train_start()
+
+    @override
+    def start_evaluation(self) -> None:
+        super().start_evaluation()
+        if self.sizes.tp > 1:
+            refuse_additions(self._module, self.config.tower_policy, trainable_only=False)
 
     @override
     def note_reading(self, is_read: bool) -> None:

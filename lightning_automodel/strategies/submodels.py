@@ -146,16 +146,53 @@ def check_complete(submodel: Submodel, tower_policy: str) -> None:
     Raises:
         ValueError: naming a parameter, and where to build instead.
     """
-    towers = list(find_towers(submodel.module)) if tower_policy == "replicate" else []
-    plain = [name for name, p in submodel.module.named_parameters() if not isinstance(p, DTensor)]
-    added = [name for name in plain if outermost(towers, name) is None]
-    if added:
-        others = f" and {len(added) - 1} more" if len(added) > 1 else ""
+    if added := _added(submodel, tower_policy):
         raise ValueError(
-            f"{submodel.name}.{added[0]}{others}: added to a model that was made parallel already (by from_pretrained "
-            "in configure_model, for example), so no rank would shard it or reduce its gradient; build and change the "
-            "model in __init__ of the LightningModule, where it is still whole"
+            f"{submodel.name}.{added[0]}{_others(added)}: added to a model that was made parallel already (by "
+            "from_pretrained in configure_model, for example), so no rank would shard it or reduce its gradient; build "
+            "and change the model in __init__ of the LightningModule, where it is still whole"
         )
+
+
+def refuse_additions(root: nn.Module, tower_policy: str, trainable_only: bool) -> None:
+    """Refuse what hooks have added to models that are parallel, before a run computes with it.
+
+    ::
+
+                              GPU 0           GPU 1
+        q_proj [16, 24]       rows 0-7        rows 8-15       as it was split
+        lora_B of an adapter  16 or 8 rows    16 or 8 rows    whole, or as large as a slice and of no rows of its own
+
+    Args:
+        root: the LightningModule.
+        tower_policy: of its config; "replicate" leaves the parameters of towers as they are.
+        trainable_only: pass what is frozen, which FSDP2 leaves whole on each rank, as one process has it.
+
+    Raises:
+        ValueError: naming a parameter, and the hook that it belongs into.
+    """
+    for submodel in (part for part in _parts(root, "") if isinstance(part, Submodel) and part.is_sharded):
+        added = _added(submodel, tower_policy, trainable_only)
+        if added:
+            raise ValueError(
+                f"{submodel.name}.{added[0]}{_others(added)}: added to a model that is parallel already (an adapter, "
+                "by get_peft_model, add_adapter or load_adapter, say), so no rank would compute with its part or "
+                "reduce its gradient; add it in configure_model, behind from_pretrained"
+            )
+
+
+def _added(submodel: Submodel, tower_policy: str, trainable_only: bool = False) -> list[str]:
+    towers = list(find_towers(submodel.module)) if tower_policy == "replicate" else []
+    plain = [
+        name
+        for name, p in submodel.module.named_parameters()
+        if not isinstance(p, DTensor) and (p.requires_grad or not trainable_only)
+    ]
+    return [name for name in plain if outermost(towers, name) is None]
+
+
+def _others(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def refuse_single_tokens(root: nn.Module) -> None:

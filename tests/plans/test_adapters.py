@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_automodel.config import FSDP2Config
@@ -122,3 +123,53 @@ def test_changes_of_a_parallel_model_are_refused(pool2: Pool) -> None:
     for resize, head in pool2.run(too_late, trainer=True):
         assert "resize_token_embeddings of a LlamaForCausalLM that was made parallel already" in resize
         assert "model.lm_head.weight and 1 more: added to a model that was made parallel already" in head
+
+
+class AdaptedInHook(Recorder):
+    """Adds an adapter of peft in a hook, to a model that has one or none, with no optimizer to train it."""
+
+    def __init__(self, hook: str, has_one: bool) -> None:
+        super().__init__(tied=False)
+        self.has_one = has_one
+        setattr(self, hook, self._add)
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.model = get_peft_model(self.model, self._config()) if self.has_one else self.model
+
+    def _add(self) -> None:
+        if self.has_one:
+            self.model.add_adapter("late", self._config())
+            self.model.set_adapter("late")
+        else:
+            self.model = get_peft_model(self.model, self._config())
+
+    def _config(self) -> LoraConfig:
+        return LoraConfig(r=3, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+
+
+def refusals_of_late_adapters() -> list[str]:
+    """Runs on each rank."""
+    cases = [
+        (1, "on_fit_start", True),
+        (2, "on_fit_start", False),
+        (2, "on_train_start", True),
+        (2, "on_validation_start", False),
+    ]
+    messages = []
+    for tp, hook, has_one in cases:
+        trainer, module = make_trainer({"tp": tp}, max_steps=1), AdaptedInHook(hook, has_one)
+        run = trainer.validate if hook == "on_validation_start" else trainer.fit
+        with pytest.raises(ValueError, match="added to a model that is parallel already") as caught:
+            run(module, batches(2 // tp))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_adapters_that_hooks_add_to_a_parallel_model_are_refused(pool2: Pool) -> None:
+    for messages in pool2.run(refusals_of_late_adapters, trainer=True):
+        for message in messages:
+            assert "lora_A" in message
+            assert "and 7 more" in message
+            assert "add it in configure_model, behind from_pretrained" in message
