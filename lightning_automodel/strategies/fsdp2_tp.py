@@ -184,12 +184,15 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         places = find_own_parameters(module, submodels)
         self._setup_submodels(submodels)
         if places:
-            self._hold_own_parameters(module, places)
+            self._hold_own_parameters(module, places, submodels)
 
-    def _hold_own_parameters(self, module: "pl.LightningModule", places: list[Place]) -> None:
+    def _hold_own_parameters(
+        self, module: "pl.LightningModule", places: list[Place], submodels: list[Submodel]
+    ) -> None:
         mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), self.device_mesh)
         hold_whole(places, mesh, self.root_device, self.precision_plugin.param_dtype)
         own = OwnParameters.of(module, places)
+        own.follow_passes(submodel.module for submodel in submodels)
         self.precision_plugin.around_forward = own.in_place
         self.precision_plugin.around_backward = own.backward
 

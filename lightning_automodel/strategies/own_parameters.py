@@ -7,30 +7,35 @@ same memory. Of ``self.temperature``, in a step of two ranks with different samp
                              GPU 0      GPU 1
     self.parameters()        0.07       0.07       DTensor, Replicate
     self.temperature         0.07       0.07       plain, within a step
-    self.temperature.grad    2          4          until the backward pass ends
-    gradient of the DTensor  3          3          one all-reduce for all such parameters
+    gradient of it           2          4          until the backward pass ends
+    self.temperature.grad    3          3          the DTensor's, by one all-reduce for all such parameters
 """
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
 
 from lightning_automodel._compat.torch.modules import hooks_after_accumulation, own_parameters
-from lightning_automodel._compat.torch.tensors import after_backward
+from lightning_automodel._compat.torch.tensors import after_backward, is_in_backward
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading.broadcast import broadcast
 from lightning_automodel.loading.initialize import stored_dtype
+from lightning_automodel.parallel.hidden_outputs import differentiable
 
 _OWN = "_own_parameters_that_are_whole"
+_FOLLOWED = "_is_followed_by_own_parameters"
 _NOTHING = object()
+_OF_TENSORS: Any = Tensor  # its attributes, beneath those of a subclass
 _Attributes = list[tuple[dict[str, Any], str, Any]]
 
 
@@ -86,6 +91,66 @@ def _replicated(parameter: Tensor, mesh: DeviceMesh, device: torch.device, dtype
     return new
 
 
+class _Plain(nn.Parameter):
+    """The memory of a DTensor as a plain tensor: gradient, data and flag are the DTensor's, to read and to write."""
+
+    stored: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copy
+
+    @property
+    def own_gradient(self) -> Tensor | None:
+        """Return what the running backward pass has given on this rank."""
+        return _OF_TENSORS.grad.__get__(self)
+
+    def forget(self) -> None:
+        """Drop it."""
+        _OF_TENSORS.grad.__set__(self, None)
+
+    def _laid(self, value: Tensor) -> Tensor:
+        return DTensor.from_local(value, self.stored.device_mesh, self.stored.placements, run_check=False)
+
+    @property
+    def grad(self) -> Tensor | None:
+        if is_in_backward():
+            return self.own_gradient
+        return None if self.stored.grad is None else local_tensor(self.stored.grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.stored.grad = None if value is None else self._laid(value)
+
+    @property
+    def data(self) -> Tensor:
+        return _OF_TENSORS.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _OF_TENSORS.data.__set__(self, value)
+        self.stored.data = self._laid(_OF_TENSORS.data.__get__(self))
+
+    @property
+    def requires_grad(self) -> bool:
+        flag = _OF_TENSORS.requires_grad.__get__(self)
+        return flag if self.stored is None else self.stored.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.stored.requires_grad_(requires_grad)
+        return self.follow(requires_grad)
+
+    def follow(self, requires_grad: bool) -> Self:
+        """Let autograd compute gradients, or not; what the DTensor says of itself stays."""
+        super().requires_grad_(requires_grad)
+        return self
+
+
 class OwnParameters:
     """Lets code of the user's compute with parameters that each rank holds whole, and averages their gradients.
 
@@ -96,7 +161,7 @@ class OwnParameters:
     def __init__(self, module: "pl.LightningModule") -> None:
         self._module = module
         self._places: list[Place] = []
-        self._plain: dict[Tensor, nn.Parameter] = {}
+        self._plain: dict[Tensor, _Plain] = {}
         self._is_known = self._is_waiting = False
         self._entered: list[_Attributes] = []
 
@@ -123,6 +188,7 @@ class OwnParameters:
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
         """Surround a backward pass that all ranks run, behind which gradients are those of all samples. Collective."""
+        self._begin_anew()
         self._is_known = True
         try:
             with self.in_place():
@@ -142,7 +208,28 @@ class OwnParameters:
                 for hook in hooks_after_accumulation(stored):  # type: ignore[arg-type]
                     hook(stored)
         for plain in self._plain.values():
-            plain.grad = None
+            plain.forget()
+
+    def follow_passes(self, models: Iterable[nn.Module]) -> None:
+        """Take part in each backward pass through ``models``, which all ranks run: also on those that read no parameter
+        of the module's own in it.
+        """
+        for model in models:
+            if _FOLLOWED not in vars(model):
+                vars(model)[_FOLLOWED] = True
+                model.register_forward_pre_hook(self._begin_anew, prepend=True)
+                model.register_forward_hook(self._follow)
+
+    def _follow(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if not is_in_backward() and (begins := differentiable(output)):
+            register_multi_grad_hook(begins, self._note, mode="any")
+
+    def _begin_anew(self, *unused: Any) -> None:
+        """Drop what a backward pass has left that an exception has ended."""
+        if not is_in_backward():
+            self._is_known = self._is_waiting = False
+            for plain in self._plain.values():
+                plain.forget()
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._entered.append(self._put())
@@ -174,15 +261,16 @@ class OwnParameters:
             if value is not _NOTHING:
                 attributes[name] = value
 
-    def _plain_of(self, stored: Tensor) -> nn.Parameter:
+    def _plain_of(self, stored: Tensor) -> _Plain:
         local = local_tensor(stored)
         plain = self._plain.get(stored)
         if plain is None or plain.data_ptr() != local.data_ptr() or plain.device != local.device:
-            plain = self._plain[stored] = nn.Parameter(local.detach(), requires_grad=False)
+            plain = self._plain[stored] = _Plain(local.detach(), requires_grad=False)
             if plain.is_floating_point() or plain.is_complex():
-                plain.requires_grad_().register_post_accumulate_grad_hook(self._note)
+                plain.follow(True).register_post_accumulate_grad_hook(self._note)
+            plain.stored = stored
         if plain.is_floating_point() or plain.is_complex():
-            plain.requires_grad_(stored.requires_grad or self._may_be_chosen)
+            plain.follow(stored.requires_grad or self._may_be_chosen)
         return plain
 
     @property
@@ -193,21 +281,22 @@ class OwnParameters:
     def _note(self, _: Tensor) -> None:
         if not (self._is_known or self._is_waiting):  # loss.backward(), of which no strategy hears
             self._is_waiting = True
-            after_backward(self._end)
+            after_backward(lambda: after_backward(self._end))  # behind FSDP2's own, on all ranks
 
     def _end(self) -> None:
         self._is_waiting = False
         self.reduce()
 
 
-def _averages(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def _averages(parameters: Sequence[_Plain]) -> list[Tensor | None]:
     """Average the gradients of ``parameters`` over all ranks, in float32 at least; ``None`` where no rank has one."""
     if not parameters:
         return []
-    has = [parameter.grad is not None for parameter in parameters]
+    given = [parameter.own_gradient for parameter in parameters]
     if dist.get_world_size() == 1:
-        return [parameter.grad for parameter in parameters]
-    gradients = [_wide(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+        return given
+    has = [gradient is not None for gradient in given]
+    gradients = [_wide(torch.zeros_like(p) if g is None else g) for p, g in zip(parameters, given, strict=True)]
     marks = [torch.full((1,), float(there), device=parameters[0].device) for there in has]
     _average_each([*gradients, *marks])
     is_there = [mine or bool(mark) for mine, mark in zip(has, marks, strict=True)]

@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 
 class LateTensors:
-    """Looks at what optimizers have, whenever it has become more or less."""
+    """Looks at what optimizers have, whenever it has become more or less, or other tensors."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
 
     def have_changed(self, optimizer: Optimizer) -> bool:
-        """Tell whether ``optimizer`` has other numbers of tensors than when it was asked about last."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        before, self._counts[id(optimizer)] = self._counts.get(id(optimizer)), count
-        return count != before
+        """Tell whether ``optimizer`` has other tensors than when it was asked about last."""
+        held = hash(tuple(id(tensor) for group in optimizer.param_groups for tensor in group["params"]))
+        before, self._seen[id(optimizer)] = self._seen.get(id(optimizer)), held
+        return held != before
 
 
 def refuse_late_tensors(optimizers: Iterable[Optimizer], module: nn.Module, reduced: Container[Tensor]) -> None:
