@@ -1,7 +1,7 @@
 """The Lightning strategy for tensor parallelism with FSDP2: hooks that call the parallelizer."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +44,8 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
 from lightning_automodel.strategies.base import SharedHooks
-from lightning_automodel.strategies.own_parameters import OwnParameters, Place, hold_whole
+from lightning_automodel.strategies.own_parameters.computing import OwnParameters
+from lightning_automodel.strategies.own_parameters.places import Place, hold_whole
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards, refuse_unreduced
 from lightning_automodel.strategies.steps.last_gradients import REDUCED_EACH_TIME, run_before_backward, run_before_steps
 from lightning_automodel.strategies.submodels import (
@@ -115,6 +116,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         )
         self._units: list[FSDPModule] = []  # of the module that trains
         self._roots: list[FSDPModule] = []
+        self._noting_changes: Callable[[], AbstractContextManager[None]] = nullcontext  # by steps, of own parameters
         self._requested = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "ep": ep}
         self._check_requested()
         self.choose_checkpoints(save_distributed_checkpoint, async_save, self.config.skip_damaged_checkpoints)
@@ -184,17 +186,15 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         places = find_own_parameters(module, submodels)
         self._setup_submodels(submodels)
         if places:
-            self._hold_own_parameters(module, places, submodels)
+            self._hold_own_parameters(places, submodels)
 
-    def _hold_own_parameters(
-        self, module: "pl.LightningModule", places: list[Place], submodels: list[Submodel]
-    ) -> None:
-        mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), self.device_mesh)
+    def _hold_own_parameters(self, places: list[Place], submodels: list[Submodel]) -> None:
+        mesh = next((p.device_mesh for p in self._module.parameters() if isinstance(p, DTensor)), self.device_mesh)
         hold_whole(places, mesh, self.root_device, self.precision_plugin.param_dtype)
-        own = OwnParameters.of(module, places)
+        own = OwnParameters.of(self._module, places)
         own.follow_passes(submodel.module for submodel in submodels)
         self.precision_plugin.around_forward = own.in_place
-        self.precision_plugin.around_backward = own.backward
+        self.precision_plugin.around_backward, self._noting_changes = own.backward, own.step
 
     def _setup_submodels(self, submodels: list[Submodel]) -> None:
         tp = self.sizes.tp
@@ -327,7 +327,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
                 self.free_gathered()
             else:
                 free_copies(self._units, optimizer)
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        with self._noting_changes():
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

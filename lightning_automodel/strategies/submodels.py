@@ -16,7 +16,7 @@ from lightning_automodel.config.switches import changed_fields
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_towers, outermost
-from lightning_automodel.strategies.own_parameters import Place
+from lightning_automodel.strategies.own_parameters.places import Place
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ ATTRIBUTES = {
         "_state_ctx",
     ),
     "torchmetrics:Metric": ("_cache", "_defaults", "_is_synced", "_persistent", "_reductions", "_sync_dist"),
-    f"{PL}:LightningModule": ("_compiler_ctx", "_device", "_device_mesh"),
+    f"{PL}:LightningModule": ("_compiler_ctx", "_trainer", "_device", "_device_mesh"),
     f"{PL}.cli:LightningCLI": ("_get", "_subcommand_parsers"),
     f"{PL}.callbacks:ModelCheckpoint": (
         "_every_n_train_steps",

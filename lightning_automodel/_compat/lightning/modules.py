@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 # Lightning's own timeout and move of optimizer states: a strategy is expected to use them, but they are not exported.
 __all__ = [
@@ -75,3 +76,9 @@ def is_compiled(module: LightningModule) -> bool:
     so.
     """
     return module._compiler_ctx is not None
+
+
+def optimizers_of(module: LightningModule) -> list[Optimizer]:
+    """Lists the optimizers of the trainer of a LightningModule; its public attribute raises where there is none."""
+    trainer = module._trainer
+    return [] if trainer is None else trainer.optimizers

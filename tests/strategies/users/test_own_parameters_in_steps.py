@@ -83,6 +83,31 @@ class ChosenOnce(Scaled):
         return super().loss(batch) * self.thawed.mean()
 
 
+class ChosenByName(Scaled):
+    """Its step lets parameters train by turns, which it finds by name."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        for name, parameter in self.named_parameters():
+            if name in ("temperature", "prompt"):
+                parameter.requires_grad_((len(self.losses) // 2 + len(name)) % 2 == 0)
+        return super().loss(batch)
+
+
+class Counting(Stepping):
+    """Counts in a frozen parameter, which its step writes to."""
+
+    def change(self) -> None:
+        super().change()
+        self.count = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.count.add_(1)
+        return super().loss(batch) * self.count.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3)
+
+
 class FailsOnce(Stepping):
     """One backward pass ends in an exception that the step catches."""
 
@@ -123,7 +148,7 @@ class BySamplesByHand(Stepping):
         return loss
 
 
-KINDS = (ClipsItsOwn, GivenData, ChosenOnce, FailsOnce, FailsOnceByStrategy, BySamplesByHand)
+KINDS = (ClipsItsOwn, GivenData, ChosenOnce, ChosenByName, Counting, FailsOnce, FailsOnceByStrategy, BySamplesByHand)
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
@@ -150,3 +175,23 @@ def refuse_replaced() -> None:
 
 def test_another_tensor_is_refused(pool2: Pool) -> None:
     pool2.run(refuse_replaced, trainer=True)
+
+
+class KeepsGraph(Stepping):
+    """Goes a second time through what it computed before a step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        own = 1e-3 * self.temperature.square() * self.temperature
+        self.manual_backward(own + self.loss(batch), retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            self.manual_backward(own)
+        self.temperature.data.clamp_(0.66, 0.72)
+        self.numbers.append(float(own))
+
+
+@pytest.mark.parametrize("layout", with_long(["fsdp2-dp2", "fsdp2-tp2"], "fsdp2-tp2"))
+def test_a_graph_from_before_a_step_is_an_error(layout: str, pool2: Pool) -> None:
+    assert all(found["numbers"] for found in pool2.run(fitted, KeepsGraph, layout, trainer=True))
