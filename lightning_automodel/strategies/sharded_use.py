@@ -129,5 +129,6 @@ def refuse_unreduced(module: nn.Module, units: Collection[FSDPModule]) -> None:
         f"{name}.{parameter} has a gradient that was not reduced over the data ranks: the loss read a tensor that the "
         "forward pass of its module kept (on the module, in a list) and did not return, or a loss without what it "
         "returned; what a module returns tells when its gradients are complete. Return from forward all that the loss "
-        "reads, and nothing else that requires a gradient"
+        "reads, and nothing else that requires a gradient; and where torch.utils.checkpoint runs a whole model, give "
+        "it use_reentrant=False"
     )
