@@ -47,6 +47,7 @@ from lightning_automodel.strategies.precision import choose_precision
 from lightning_automodel.strategies.start_table import tell_start
 from lightning_automodel.strategies.steps.finite import FiniteGuard
 from lightning_automodel.strategies.steps.last_gradients import LastGradients, read_between_micro_batches
+from lightning_automodel.strategies.steps.late_layers import LateLayers
 from lightning_automodel.strategies.steps.late_tensors import LateTensors, refuse_late_tensors
 from lightning_automodel.strategies.steps.losses_of_steps import LossesOfSteps
 from lightning_automodel.strategies.steps.optimizers import check_optimizers, explaining_step
@@ -69,6 +70,7 @@ class SharedHooks(SavingStrategy):
         self._preemption = Preemption()
         self._last_gradients = LastGradients()
         self._late = LateTensors()
+        self._late_layers = LateLayers()
         self._losses = LossesOfSteps()
         self._reads_between = False
 
@@ -83,6 +85,9 @@ class SharedHooks(SavingStrategy):
     def after_evaluation_step(self, output: Any) -> Any:
         """Receives the output of every evaluation step, and returns it."""
         return output
+
+    def check_additions(self) -> None:
+        """Refuses layers that were added since the module became parallel, where they could not train."""
 
     def note_reading(self, is_read: bool) -> None:
         """Receives whether forward passes from now on are called to be read (in a hook, for a metric), so that no
@@ -125,6 +130,7 @@ class SharedHooks(SavingStrategy):
             self._end_background_save()
             super().teardown()
         finally:
+            self._late_layers.stop()
             take_gathers()  # those of a run that failed are not the next one's, and they keep its model
             self._preemption.remove()
 
@@ -234,6 +240,7 @@ class SharedHooks(SavingStrategy):
         self.check_gradient_hooks()
         warn_of_later_hooks(self._module)
         self._agreement.start()
+        self._late_layers.start()
         self.return_gradients()
         self._reads_between = read_between_micro_batches(self._module, self._callbacks)
         self._last_gradients.start(self._trainer, self._module, self.optimizers)
@@ -261,6 +268,8 @@ class SharedHooks(SavingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._late_layers.have_come():
+            self.check_additions()
         self._draws.begin(self._trainer)
         self._last_gradients.free(self._trainer, self.optimizers)
         self.note_reading(False)

@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.dtensor.tensors import is_offloaded, root_mesh
+from lightning_automodel._compat.dtensor.tensors import is_offloaded
 from lightning_automodel._compat.fsdp2.reduction import reduce_what_waits
 from lightning_automodel._compat.fsdp2.units import follow_what_trains, fsdp_units
 from lightning_automodel._compat.lightning.modules import default_timeout, set_device
 from lightning_automodel._compat.torch.modules import hooks_after_accumulation_kept
 from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.host_offload import BACKEND, move
 from lightning_automodel.loading.initialize import materialize
@@ -51,6 +50,7 @@ from lightning_automodel.strategies.steps.last_gradients import REDUCED_EACH_TIM
 from lightning_automodel.strategies.submodels import (
     Submodel,
     check_complete,
+    check_mesh,
     check_switches_find_work,
     find_own_parameters,
     find_submodels,
@@ -206,7 +206,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         for submodel in submodels:
             if submodel.is_sharded:
                 check_complete(submodel, self.config.tower_policy)
-                self._check_mesh(submodel)
+                check_mesh(submodel, self.device_mesh)
                 continue
             with values_aside(submodel.module):
                 self._parallelize(submodel.module)
@@ -219,16 +219,9 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def reduced_parameters(self) -> set[Tensor]:
         return {p for p in self._module.parameters() if isinstance(p, DTensor)}
 
-    def _check_mesh(self, submodel: Submodel) -> None:
-        mesh = next((p.device_mesh for p in submodel.module.parameters() if isinstance(p, DTensor)), None)
-        if mesh is None:
-            return
-        check_groups(root_mesh(mesh), submodel.name)
-        if root_mesh(mesh) != self.device_mesh:
-            raise ValueError(
-                f"{submodel.name} was made parallel on another mesh ({mesh}) than this trainer's ({self.device_mesh}); "
-                "build a new LightningModule, or use the trainer that made it parallel"
-            )
+    @override
+    def check_additions(self) -> None:
+        refuse_additions(self._module, self.config.tower_policy, trainable_only=self.sizes.tp == 1)
 
     @override
     def model_to_device(self) -> None:
@@ -260,7 +253,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def on_train_start(self) -> None:
         warn_of_copied_views()
-        refuse_additions(self._module, self.config.tower_policy, trainable_only=self.sizes.tp == 1)
+        self.check_additions()
         name = find_hook_after_accumulation(self._module)
         self._runs_hooks = name is not None
         if name is not None and self.config.defer_fsdp_grad_sync:
@@ -276,7 +269,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def start_evaluation(self) -> None:
         super().start_evaluation()
         if self.sizes.tp > 1:
-            refuse_additions(self._module, self.config.tower_policy, trainable_only=False)
+            self.check_additions()
 
     @override
     def note_reading(self, is_read: bool) -> None:

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_automodel._compat.dtensor.tensors import root_mesh
 from lightning_automodel._compat.torch.compilation import OptimizedModule, unwrap_compiled
 from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.config import LEVERS_OF_BLOCKS, SWITCHES_OF_LOSS, StageSwitches
 from lightning_automodel.config.switches import changed_fields
+from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.modules.structure import CONTAINERS, find_blocks, find_towers, outermost
@@ -151,6 +154,23 @@ def check_complete(submodel: Submodel, tower_policy: str) -> None:
             f"{submodel.name}.{added[0]}{_others(added)}: added to a model that was made parallel already (by "
             "from_pretrained in configure_model, for example), so no rank would shard it or reduce its gradient; build "
             "and change the model in __init__ of the LightningModule, where it is still whole"
+        )
+
+
+def check_mesh(submodel: Submodel, own: DeviceMesh) -> None:
+    """Checks that a submodel that is parallel is so on the mesh ``own``, whose groups are there.
+
+    Raises:
+        ValueError: if it is on another one.
+    """
+    mesh = next((p.device_mesh for p in submodel.module.parameters() if isinstance(p, DTensor)), None)
+    if mesh is None:
+        return
+    check_groups(root_mesh(mesh), submodel.name)
+    if root_mesh(mesh) != own:
+        raise ValueError(
+            f"{submodel.name} was made parallel on another mesh ({mesh}) than this trainer's ({own}); build a new "
+            "LightningModule, or use the trainer that made it parallel"
         )
 
 

@@ -1,6 +1,7 @@
 """Low-rank adapters on split layers: exact, with the collectives of the model without them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -138,7 +139,7 @@ class AdaptedInHook(Recorder):
             super().configure_model()
             self.model = get_peft_model(self.model, self._config()) if self.has_one else self.model
 
-    def _add(self) -> None:
+    def _add(self, *args: Any) -> None:
         if self.has_one:
             self.model.add_adapter("late", self._config())
             self.model.set_adapter("late")
@@ -156,10 +157,11 @@ def refusals_of_late_adapters() -> list[str]:
         (2, "on_fit_start", False),
         (2, "on_train_start", True),
         (2, "on_validation_start", False),
+        (2, "on_train_batch_end", False),  # of the first batch
     ]
     messages = []
     for tp, hook, has_one in cases:
-        trainer, module = make_trainer({"tp": tp}, max_steps=1), AdaptedInHook(hook, has_one)
+        trainer, module = make_trainer({"tp": tp}, max_steps=2), AdaptedInHook(hook, has_one)
         run = trainer.validate if hook == "on_validation_start" else trainer.fit
         with pytest.raises(ValueError, match="added to a model that is parallel already") as caught:
             run(module, batches(2 // tp))
