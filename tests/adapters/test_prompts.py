@@ -31,9 +31,12 @@ CONFIGS = {
 }
 
 
-def prompted(method: str) -> Any:
+def prompted(method: str, is_read: bool = False) -> Any:
+    """Wrap the tiny model; ``is_read``: peft reads the table as it stands, as after ``PeftModel.from_pretrained``."""
     torch.manual_seed(0)
-    return peft.get_peft_model(tiny_llama(tied=False), CONFIGS[method]).train()
+    model = peft.get_peft_model(tiny_llama(tied=False), CONFIGS[method]).train()
+    model.peft_config["default"].inference_mode = is_read
+    return model
 
 
 def rows(method: str) -> dict[str, Tensor]:
@@ -58,10 +61,10 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def error(method: str, sizes: dict[str, int]) -> float:
+def error(method: str, sizes: dict[str, int], is_read: bool) -> float:
     """Runs on each rank: the largest of a gradient."""
-    expected = gradients(prompted(method), rows(method))
-    model = parallelize(prompted(method), build_mesh(resolve_sizes(2, **sizes), "cpu"))
+    expected = gradients(prompted(method, is_read), rows(method))
+    model = parallelize(prompted(method, is_read), build_mesh(resolve_sizes(2, **sizes), "cpu"))
     own = {name: value.chunk(2)[dist.get_rank()] for name, value in rows(method).items()}
     actual = gradients(model, own if "dp_shard" in sizes else rows(method))
     assert actual.keys() == expected.keys()
@@ -69,15 +72,22 @@ def error(method: str, sizes: dict[str, int]) -> float:
     return max(float((actual[name] - g).norm() / g.norm().clamp(min=1e-6)) for name, g in expected.items())
 
 
-def errors(methods: list[str], sizes: dict[str, int]) -> dict[str, float]:
+def errors(methods: list[str], sizes: dict[str, int], is_read: bool = False) -> dict[str, float]:
     """Runs on each rank."""
-    return {method: error(method, sizes) for method in methods}
+    return {method: error(method, sizes, is_read) for method in methods}
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_prompts_are_exact_in_a_loop(sizes: dict[str, int], pool2: Pool) -> None:
     methods = ["prompt", "encoder", "tasks"] + ["prefix"] * ("tp" not in sizes)
     for found in pool2.run(errors, methods, sizes):
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_prompts_that_peft_reads_as_they_stand_are_exact(sizes: dict[str, int], pool2: Pool) -> None:
+    methods = ["prompt", "encoder", "tasks"] + ["prefix"] * ("tp" not in sizes)
+    for found in pool2.run(errors, methods, sizes, is_read=True):
         assert max(found.values()) < 1e-5, found
 
 
@@ -180,6 +190,34 @@ def test_prompts_train_beside_models_that_are_sharded(
     layout: str, method: str, nursery: Nursery, pool2: Pool, tmp_path: Path
 ) -> None:
     compare(pool2, Pool(nursery, 1), layout, method, tmp_path)
+
+
+class Saved(Prompted):
+    """Evaluates a prompt that ``PeftModel.from_pretrained`` read."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = peft.PeftModel.from_pretrained(tiny_llama(tied=False), self.method)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.strategy.reduce(self.model(input_ids=batch[0], labels=batch[0]).loss)))
+        said = self.model.generate(input_ids=batch[0], max_new_tokens=4, do_sample=False)
+        self.said += str(sorted(self.all_gather(said).flatten(0, -2).tolist()))
+
+
+def evaluated(layout: str, path: Path) -> tuple[list[float], str]:
+    """Runs on each rank."""
+    module = Saved(str(path))
+    make_trainer(LAYOUTS[layout].make()).validate(module, batches(LAYOUTS[layout].data_size), verbose=False)
+    return module.losses, module.said
+
+
+def test_prompts_from_files_are_evaluated(pool2: Pool, nursery: Nursery, tmp_path: Path) -> None:
+    prompted("encoder").save_pretrained(tmp_path)
+    [(losses, said)] = Pool(nursery, 1).run(evaluated, "ddp-1", tmp_path, trainer=True)
+    for layout in ("fsdp2-dp2", "fsdp2-tp2", "megatron3-dp2"):
+        for found in pool2.run(evaluated, layout, tmp_path, trainer=True):
+            assert found == (pytest.approx(losses, rel=1e-5), said)
 
 
 def refusals_of_strategies(methods: list[str]) -> dict[str, str]:

@@ -1,0 +1,44 @@
+"""Prompts that peft reads as they stand, past the forward pass of their encoder: those of saved adapters."""
+
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel._compat.torch.modules import own_children
+
+_PROMPTS = "prompt_encoder"
+"""Where peft's models hold encoders, by the names of adapters."""
+
+
+def install_reading_of_prompts(root: nn.Module) -> None:
+    """Let models of peft below ``root`` read a saved prompt in a pass of its encoder, in which its shards are whole."""
+    for module in root.modules():
+        if _PROMPTS in own_children(module) and hasattr(module, "get_prompt"):
+            module.get_prompt = MethodType(_get_prompt, module)  # type: ignore[assignment]
+
+
+def _get_prompt(model: Any, *args: Any, **kwargs: Any) -> Any:
+    config, name = model.active_peft_config, model.active_adapter
+    if not config.inference_mode or config.peft_type == "MULTITASK_PROMPT_TUNING":  # which calls its encoder
+        return type(model).get_prompt(model, *args, **kwargs)
+    children, encoders = own_children(model), model.prompt_encoder
+    read = SimpleNamespace(embedding=SimpleNamespace(weight=_read(encoders[name])))
+    children[_PROMPTS] = {name: read}  # type: ignore[assignment]
+    try:
+        return type(model).get_prompt(model, *args, **kwargs)
+    finally:
+        children[_PROMPTS] = encoders
+
+
+def _read(encoder: Any) -> Tensor:
+    """Return the whole table of ``encoder``, float [tokens, width], with a graph."""
+    before, table = vars(encoder).get("forward"), encoder.embedding
+    encoder.forward = table.forward  # where an encoder is the unit, its table alone would be a shard
+    try:
+        return encoder(torch.arange(table.num_embeddings, device=table.weight.device))
+    finally:
+        del encoder.forward
+        if before is not None:
+            encoder.forward = before
