@@ -17,6 +17,9 @@ from lightning_automodel._compat.torch.modules import own_children
 STEPS = ("base_layer", "token_adapter", "original_module")
 """Names below which a wrapper holds the layer."""
 
+TASKS = "MULTITASK_PROMPT_TUNING"
+"""The kind of prompts of which peft calls the encoder to read a saved one, and past its forward pass to write it."""
+
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel._compat.torch.modules import own_children
+from lightning_automodel.modules.wrappers import TASKS
 
 _PROMPTS = "prompt_encoder"
 """Where peft's models hold encoders, by the names of adapters."""
@@ -21,7 +22,7 @@ def install_reading_of_prompts(root: nn.Module) -> None:
 
 def _get_prompt(model: Any, *args: Any, **kwargs: Any) -> Any:
     config, name = model.active_peft_config, model.active_adapter
-    if not config.inference_mode or config.peft_type == "MULTITASK_PROMPT_TUNING":  # which calls its encoder
+    if not config.inference_mode or config.peft_type == TASKS:  # which calls its encoder
         return type(model).get_prompt(model, *args, **kwargs)
     children, encoders = own_children(model), model.prompt_encoder
     read = SimpleNamespace(embedding=SimpleNamespace(weight=_read(encoders[name])))

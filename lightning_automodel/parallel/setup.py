@@ -45,9 +45,9 @@ class FSDP2Setup:
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the stages on ``model``, in place, and return it."""
-        axes = find_axes(mesh, self.axis_names)
         refuse_gradient_hooks(model)
         give_own_memory(model)
+        axes = find_axes(mesh, self.axis_names)
         sharding = FSDP2Sharding(self.config, self.mp_policy, axes, self.fully_shard_fn)
         with hooks_after_accumulation_kept(model):
             return apply_stages(model, axes, self.config, sharding, self.param_dtype)

@@ -208,7 +208,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         for submodel in submodels:
             if submodel.is_sharded:
                 check_complete(submodel, self.config.tower_policy)
-                check_mesh(submodel, self.device_mesh)
+                check_mesh(submodel.name, submodel.mesh, self.device_mesh)
                 continue
             with values_aside(submodel.module):
                 self._parallelize(submodel.module)

@@ -12,7 +12,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,7 +20,6 @@ from lightning_automodel._compat.lightning.trainer import is_accumulating
 from lightning_automodel.checkpointing.files.folder import GRADIENTS
 from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import MegatronFSDPConfig
-from lightning_automodel.distributed.kept_groups import check_groups
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.uneven_shards import PARTITION, complete_state
 from lightning_automodel.distributed.whole_numbers import norms_by
@@ -40,6 +38,7 @@ from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards
 from lightning_automodel.strategies.submodels import (
     Submodel,
+    check_mesh,
     check_switches_find_work,
     find_submodels,
     refuse_own_parameters,
@@ -158,7 +157,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         install_saving_of_adapters(module)
         install_reading_of_prompts(module)
         if self._passes is not None:
-            _check_mesh(vars(module)[_MESH], self.device_mesh)
+            check_mesh("the model", vars(module)[_MESH], self.device_mesh)
             return
         if self.precision_plugin.precision == "16-mixed":
             raise ValueError(
@@ -329,12 +328,3 @@ def _refuse_sizes(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size != 1:
             raise ValueError(f"MegatronFSDPStrategy({name}={size}): {ways[name]}")
-
-
-def _check_mesh(own: DeviceMesh, mesh: DeviceMesh) -> None:
-    check_groups(own, "the model")
-    if own != mesh:
-        raise ValueError(
-            f"the model was made parallel on another mesh ({own}) than this trainer's ({mesh}); build a new "
-            "LightningModule, or use the trainer that made it parallel"
-        )

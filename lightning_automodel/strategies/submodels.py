@@ -30,6 +30,11 @@ class Submodel:
     module: nn.Module
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """Return the mesh on which it is parallel, if it has parameters that say so."""
+        return next((p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor)), None)
+
+    @property
     def is_sharded(self) -> bool:
         """Tell whether it was made parallel: by ``from_pretrained``, or by an earlier call of the trainer."""
         return isinstance(self.module, FSDPModule)
@@ -157,19 +162,18 @@ def check_complete(submodel: Submodel, tower_policy: str) -> None:
         )
 
 
-def check_mesh(submodel: Submodel, own: DeviceMesh) -> None:
-    """Checks that a submodel that is parallel is so on the mesh ``own``, whose groups are there.
+def check_mesh(name: str, mesh: DeviceMesh | None, own: DeviceMesh) -> None:
+    """Checks that what is parallel on ``mesh`` is so on the mesh ``own`` of the trainer, whose groups are there.
 
     Raises:
-        ValueError: if it is on another one.
+        ValueError: naming it by ``name``, if it is on another one.
     """
-    mesh = next((p.device_mesh for p in submodel.module.parameters() if isinstance(p, DTensor)), None)
     if mesh is None:
         return
-    check_groups(root_mesh(mesh), submodel.name)
+    check_groups(root_mesh(mesh), name)
     if root_mesh(mesh) != own:
         raise ValueError(
-            f"{submodel.name} was made parallel on another mesh ({mesh}) than this trainer's ({own}); build a new "
+            f"{name} was made parallel on another mesh ({mesh}) than this trainer's ({own}); build a new "
             "LightningModule, or use the trainer that made it parallel"
         )
 

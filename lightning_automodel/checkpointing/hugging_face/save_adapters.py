@@ -22,7 +22,7 @@ from lightning_automodel.checkpointing.hugging_face.save_pretrained import check
 from lightning_automodel.distributed.shards import gather_on_rank_zero
 from lightning_automodel.distributed.uneven_shards import as_stored
 from lightning_automodel.modules.structure import find_input_embedding
-from lightning_automodel.modules.wrappers import adapters_of
+from lightning_automodel.modules.wrappers import TASKS, adapters_of
 
 
 def install_saving_of_adapters(root: nn.Module) -> None:
@@ -87,20 +87,16 @@ def _gather_what_peft_writes(model: Any) -> dict[str, Any]:
     return {name: gather_on_rank_zero(as_stored(value)) for name, value in state.items() if id(value) not in frozen}
 
 
-_TASKS = "MULTITASK_PROMPT_TUNING"
-"""Of which peft writes parameters of the model that it is given, and calls the encoder past its forward pass."""
-
-
 def _prompts(model: Any) -> dict[str, Tensor]:
     """Compute what prompt encoders save, which they compute: every rank calls them, as it does in training."""
     kinds = {name: config.peft_type for name, config in model.peft_config.items() if config.is_prompt_learning}
     with torch.no_grad():
-        return {name: model.get_prompt_embedding_to_save(name) for name, kind in kinds.items() if kind != _TASKS}
+        return {name: model.get_prompt_embedding_to_save(name) for name, kind in kinds.items() if kind != TASKS}
 
 
 def _whole_encoders(model: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Gather on rank 0 the parameters of encoders that peft writes as they stand: where they hang, and values there."""
-    names = [name for name, config in model.peft_config.items() if config.peft_type == _TASKS]
+    names = [name for name, config in model.peft_config.items() if config.peft_type == TASKS]
     tables: list[dict[str, Any]] = [
         own_parameters(part) for name in names for part in model.prompt_encoder[name].modules()
     ]
@@ -124,7 +120,7 @@ def _in_place(encoders: list[tuple[dict[str, Any], dict[str, Any]]]) -> Generato
 
 
 @contextmanager
-def _saved_prompts(model: Any, prompts: Mapping[str, Tensor | None]) -> Generator[None, None, None]:
+def _saved_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Generator[None, None, None]:
     """Let ``model`` find ``prompts`` within this context where peft asks it to compute them."""
     computes = model.get_prompt_embedding_to_save
     model.get_prompt_embedding_to_save = lambda name: prompts[name] if name in prompts else computes(name)

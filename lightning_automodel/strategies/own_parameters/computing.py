@@ -48,6 +48,7 @@ class OwnParameters:
             owner.register_forward_pre_hook(found._enter, prepend=True)  # they are called outside of steps, too
             owner.register_forward_hook(found._leave, always_call=True)
         found._places = list(places)
+        found._plain.clear()  # of parameters that may be gone since the last run
         return found
 
     @contextmanager

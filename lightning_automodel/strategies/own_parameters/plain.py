@@ -58,8 +58,7 @@ class Plain(nn.Parameter):
     @property
     def requires_grad(self) -> bool:
         """Tell whether the DTensor trains."""
-        flag = _OF_TENSORS.requires_grad.__get__(self)
-        return flag if self.stored is None else self.stored.requires_grad
+        return _OF_TENSORS.requires_grad.__get__(self) if self.stored is None else self.stored.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
