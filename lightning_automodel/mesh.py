@@ -22,6 +22,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel._compat.torch.groups import flatten_axes, set_timeout, unflatten_axis
 from lightning_automodel.distributed.kept_groups import keep
 
@@ -115,11 +116,12 @@ def build_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta | None = N
     Raises:
         RuntimeError: for ``ep``, if this torch has no axes of a part of the mesh.
     """
-    mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
-    for name, axes in FLATTENED.items():
-        flatten_axes(mesh[axes], name)
-    if sizes.ep > 1:
-        _add_expert_axes(mesh, sizes)
+    with gloo_in_order():
+        mesh = init_device_mesh(device_type, sizes.shape, mesh_dim_names=AXES)
+        for name, axes in FLATTENED.items():
+            flatten_axes(mesh[axes], name)
+        if sizes.ep > 1:
+            _add_expert_axes(mesh, sizes)
     if timeout is not None:
         for name in names_of_axes(mesh):
             set_timeout(axis(mesh, name).get_group(), timeout)

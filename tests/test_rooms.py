@@ -30,7 +30,7 @@ FLOORS = (
 """From the ground up. What stands side by side does not know of each other."""
 
 APART = ("testing",)
-"""Knows nothing of the rest, and nothing of the rest knows it."""
+"""Knows nothing of the rest but the ground floor, and nothing of the rest knows it."""
 
 PUBLIC: dict[str, str] = {
     "": "FSDP2TPStrategy MegatronFSDPStrategy DDPStrategy FSDP2Config DDPConfig MegatronFSDPConfig parallelize",
@@ -109,7 +109,7 @@ def test_imports_go_down(path: Path) -> None:
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     others = {other for other in imported_rooms(path) if other != room}
     if room in APART:
-        assert not others
+        assert not others - set(FLOORS[0])
         return
     assert not others & set(APART)
     above = sorted(other for other in others if floor_of(other) >= floor_of(room))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel._compat.torch.groups import existing_groups, forget_groups_of, has_groups
 
 Kept = TypeVar("Kept", DeviceMesh, ProcessGroup)
@@ -35,7 +36,8 @@ def keep(key: Hashable, make: Callable[[], Kept]) -> Kept:
     _notice_world()
     if key not in _kept:
         before = existing_groups()
-        _kept[key] = make()
+        with gloo_in_order():
+            _kept[key] = make()
         _made.extend(existing_groups() - before)
     return _kept[key]  # type: ignore[return-value]
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning.modules import default_timeout
+from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.loading.initialize import broadcast_weights
@@ -102,7 +103,8 @@ class DDPStrategy(ReducedReplicas):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
+        with gloo_in_order():
+            super().setup_environment()
         self.join_mesh()
         if not self.config.read_weights_on_all_ranks:
             size, timeout = self.num_processes, self._timeout

@@ -18,6 +18,7 @@ from lightning_automodel._compat.dtensor.tensors import is_offloaded
 from lightning_automodel._compat.fsdp2.reduction import reduce_what_waits
 from lightning_automodel._compat.fsdp2.units import follow_what_trains, fsdp_units
 from lightning_automodel._compat.lightning.modules import default_timeout, set_device
+from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel._compat.torch.modules import hooks_after_accumulation_kept
 from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import FSDP2Config
@@ -141,7 +142,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._setup_distributed()
+        with gloo_in_order():
+            self._setup_distributed()
         self.join_mesh()
 
     @override

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_automodel._compat.lightning.modules import default_timeout
 from lightning_automodel._compat.lightning.trainer import is_accumulating
+from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel.checkpointing.files.folder import GRADIENTS
 from lightning_automodel.checkpointing.hugging_face.save_adapters import install_saving_of_adapters
 from lightning_automodel.config import MegatronFSDPConfig
@@ -127,7 +128,8 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._setup_distributed()
+        with gloo_in_order():
+            self._setup_distributed()
         self.join_mesh()
 
     # ---- building the model ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel.testing.call import Call
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -55,7 +56,8 @@ def _answer(call: Call) -> bytes:
     try:
         function, args, kwargs = pickle.loads(call.payload().read_bytes())
         if not call.trainer:
-            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+            with gloo_in_order():
+                dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
         return pickle.dumps((True, function(*args, **kwargs)))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))

@@ -55,7 +55,8 @@ ATTRIBUTES = {
     "torch._dynamo.utils:": ("dict_keys_getitem",),
     "torch.autograd:Variable": ("_execution_engine",),
     "torch.distributed:ProcessGroup": ("_device_types", "_get_backend"),
-    "torch.distributed:ProcessGroupGloo._Options": ("_timeout",),
+    "torch.distributed:ProcessGroupGloo": ("_Options",),
+    "torch.distributed:ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
     "torch.distributed.distributed_c10d:": ("_resolve_process_group", "_set_pg_timeout"),
     "torch.distributed.device_mesh:DeviceMesh": (
         "_concatenate",
