@@ -191,6 +191,8 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
         self._setup_submodels(submodels)
         if places:
             self._hold_own_parameters(places, submodels)
+        else:
+            OwnParameters.leave_alone(submodel.module for submodel in submodels)
 
     def _hold_own_parameters(self, places: list[Place], submodels: list[Submodel]) -> None:
         mesh = next((p.device_mesh for p in self._module.parameters() if isinstance(p, DTensor)), self.device_mesh)

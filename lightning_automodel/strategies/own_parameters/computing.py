@@ -20,7 +20,8 @@ from lightning_automodel.strategies.own_parameters.places import Place
 from lightning_automodel.strategies.own_parameters.plain import Plain
 
 _OWN = "_own_parameters_that_are_whole"
-_FOLLOWED = "_is_followed_by_own_parameters"
+_SEEN = "_own_parameters_that_its_forward_sees"
+_FOLLOWING = "_own_parameters_that_follow_its_passes"
 _NOTHING = object()
 _Attributes = list[tuple[dict[str, Any], str, Any]]
 
@@ -43,10 +44,11 @@ class OwnParameters:
     def of(cls, module: "pl.LightningModule", places: Sequence[Place]) -> "OwnParameters":
         """Return those of ``module`` at ``places``; one object for all trainers, as are the hooks on their owners."""
         found = vars(module).setdefault(_OWN, cls(module))
-        known = {place.owner for place in found._places}
-        for owner in {place.owner: None for place in places if place.owner not in known}:
-            owner.register_forward_pre_hook(found._enter, prepend=True)  # they are called outside of steps, too
-            owner.register_forward_hook(found._leave, always_call=True)
+        for owner in {place.owner: None for place in places}:
+            if _SEEN not in vars(owner):
+                owner.register_forward_pre_hook(_enter, prepend=True)  # they are called outside of steps, too
+                owner.register_forward_hook(_leave, always_call=True)
+            vars(owner)[_SEEN] = found  # it may have been another module's before
         found._places = list(places)
         found._plain.clear()  # of parameters that may be gone since the last run
         return found
@@ -63,7 +65,7 @@ class OwnParameters:
     @contextmanager
     def backward(self) -> Generator[None, None, None]:
         """Surround a backward pass that all ranks run, behind which gradients are those of all samples. Collective."""
-        self._begin_anew()
+        self.begin_anew()
         self._is_known = True
         try:
             with self.in_place():
@@ -101,27 +103,37 @@ class OwnParameters:
         of the module's own in it.
         """
         for model in models:
-            if _FOLLOWED not in vars(model):
-                vars(model)[_FOLLOWED] = True
-                model.register_forward_pre_hook(self._begin_anew, prepend=True)
-                model.register_forward_hook(self._follow)
+            if _FOLLOWING not in vars(model):
+                model.register_forward_pre_hook(_begin_anew, prepend=True)
+                model.register_forward_hook(_follow)
+            vars(model)[_FOLLOWING] = self  # and nobody else: it may have been another module's before
 
-    def _follow(self, model: nn.Module, args: tuple, output: Any) -> None:
+    @staticmethod
+    def leave_alone(models: Iterable[nn.Module]) -> None:
+        """Let no parameters follow passes through ``models``, whose module has none of its own."""
+        for model in models:
+            if _FOLLOWING in vars(model):
+                vars(model)[_FOLLOWING] = None
+
+    def follow(self, output: Any) -> None:
+        """Take part in the backward pass through ``output`` of a model."""
         if not is_in_backward() and (begins := differentiable(output)):
             register_multi_grad_hook(begins, self._note, mode="any")
 
-    def _begin_anew(self, *unused: Any) -> None:
+    def begin_anew(self) -> None:
         """Drop what a backward pass has left that an exception has ended."""
         if not is_in_backward():
             self._is_known = self._is_waiting = False
             for plain in self._plain.values():
                 plain.forget()
 
-    def _enter(self, module: nn.Module, args: tuple) -> None:
+    def enter(self) -> None:
+        """Put plain tensors in place, until :meth:`leave`."""
         self._entered.append(self._put())
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._entered:  # nothing, if a hook before raised
+    def leave(self) -> None:
+        """Take them back; nothing, if a hook before has raised."""
+        if self._entered:
             self._take(self._entered.pop())
 
     def _put(self) -> _Attributes:
@@ -134,6 +146,8 @@ class OwnParameters:
         before: _Attributes = []
         for place in self._places:
             attributes, stored = vars(place.owner), place.parameter
+            if stored is None:  # gone since, and perhaps a number has its name now
+                continue
             before.append((attributes, place.name, attributes.get(place.name, _NOTHING)))
             if isinstance(stored, DTensor):
                 attributes[place.name] = self._plain_of(stored)
@@ -172,3 +186,21 @@ class OwnParameters:
     def _end(self) -> None:
         self._is_waiting = False
         self.reduce()
+
+
+def _enter(owner: nn.Module, args: tuple) -> None:
+    vars(owner)[_SEEN].enter()
+
+
+def _leave(owner: nn.Module, args: tuple, output: Any) -> None:
+    vars(owner)[_SEEN].leave()
+
+
+def _begin_anew(model: nn.Module, args: tuple) -> None:
+    if (own := vars(model)[_FOLLOWING]) is not None:
+        own.begin_anew()
+
+
+def _follow(model: nn.Module, args: tuple, output: Any) -> None:
+    if (own := vars(model)[_FOLLOWING]) is not None:
+        own.follow(output)

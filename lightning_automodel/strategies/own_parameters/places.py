@@ -31,7 +31,8 @@ def hold_whole(places: Sequence[Place], mesh: DeviceMesh, device: torch.device, 
     """Put DTensors at ``places``, with the values of rank 0 on each rank of ``mesh``. Collective.
 
     Args:
-        places: of plain parameters, or of DTensors, which stay.
+        places: of plain parameters, or of DTensors: those that each rank of ``mesh`` holds whole stay, and a part of
+            one (what was made of a sharded weight, say) is gathered.
         mesh: of all other parameters.
         device: on which they lie.
         dtype: of floating-point parameters (:func:`stored_dtype`).
@@ -42,7 +43,7 @@ def hold_whole(places: Sequence[Place], mesh: DeviceMesh, device: torch.device, 
     made: dict[Tensor, nn.Parameter] = {}
     for place in places:
         parameter = place.parameter
-        if parameter is None or isinstance(parameter, DTensor):
+        if parameter is None or _is_whole(parameter, mesh):
             continue
         if parameter.is_meta:
             raise ValueError(
@@ -54,8 +55,16 @@ def hold_whole(places: Sequence[Place], mesh: DeviceMesh, device: torch.device, 
         own_parameters(place.owner)[place.name] = made[parameter]
 
 
+def _is_whole(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+        return False
+    return all(placement.is_replicate() for placement in parameter.placements)
+
+
 def _replicated(parameter: Tensor, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    values = parameter.detach().to(device, stored_dtype(parameter, dtype)).contiguous()
+    whole = parameter.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    values = whole.to(device, stored_dtype(parameter, dtype)).contiguous()
     broadcast(values, mesh)
     stored = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
     new = nn.Parameter(stored, requires_grad=parameter.requires_grad)

@@ -22,6 +22,10 @@ class Plain(nn.Parameter):
         memo[id(self)] = copy = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copy
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
     @property
     def own_gradient(self) -> Tensor | None:
         """Return what the running backward pass has given on this rank."""
