@@ -18,7 +18,7 @@ from lightning_automodel._compat.lightning.modules import default_timeout
 from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel.config import DDPConfig
 from lightning_automodel.distributed.kept_groups import keep
-from lightning_automodel.loading.initialize import broadcast_weights
+from lightning_automodel.loading.initialize import broadcast_weights, stored_dtype
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.guards.replica_check import check_replicas_every
@@ -134,6 +134,8 @@ class DDPStrategy(ReducedReplicas):
         of_submodels = {
             tensor for submodel in submodels for tensor in (*submodel.module.parameters(), *submodel.module.buffers())
         }
+        for own in set(module.parameters()) - of_submodels:  # as those of the models, and under other strategies
+            own.data = own.data.to(stored_dtype(own, self.precision_plugin.param_dtype))
         broadcast_weights(module, self.device_mesh, apart_from=of_submodels)
         if self.config.check_replicas_every_n_steps is not None and not hasattr(module, _PREPARED):
             check_replicas_every(module, self.config.check_replicas_every_n_steps)

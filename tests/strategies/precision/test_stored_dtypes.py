@@ -68,6 +68,44 @@ def test_models_in_float64_are_not_rounded(nursery: Nursery, pool2: Pool) -> Non
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6), layout
 
 
+class Tempered(Noted):
+    """Holds parameters itself, one of each dtype that may be meant."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = tiny_llama()
+            self.temperature = nn.Parameter(torch.tensor(0.7))
+            self.shift = nn.Parameter(torch.full((VOCABULARY,), 0.01, dtype=torch.bfloat16))
+            self.count = nn.Parameter(torch.tensor(2), requires_grad=False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        logits = self.model(input_ids=batch[0]).logits / self.temperature + self.shift / self.count
+        return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[0][:, 1:].flatten())
+
+    def on_train_start(self) -> None:
+        self.stored = {name: p.dtype for name, p in self.named_parameters(recurse=False)}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep nothing."""
+
+
+def temper(layout: str, precision: Any) -> tuple[list[float], dict[str, torch.dtype]]:
+    """Runs on each rank."""
+    module = Tempered()
+    make_trainer(LAYOUTS[layout].make(), max_epochs=1, precision=precision).fit(module, batches(2))
+    return module.losses, module.stored
+
+
+@pytest.mark.parametrize("precision", with_long(["bf16-true", "32-true", "bf16-mixed"], "bf16-mixed"))
+def test_own_parameters_are_stored_as_those_of_models(precision: str, pool2: Pool) -> None:
+    floating = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    of_layout = {layout: pool2.run(temper, layout, precision, trainer=True)[0] for layout in ("ddp-2", "fsdp2-dp2")}
+    for _, stored in of_layout.values():
+        assert stored == {"temperature": floating, "shift": floating, "count": torch.int64}
+    losses = [losses for losses, _ in of_layout.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6 if precision == "32-true" else 3e-3)
+
+
 # ---- batch norms -----------------------------------------------------------------------------------------------------
 
 
