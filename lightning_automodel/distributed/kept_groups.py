@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel._compat.torch.gloo import gloo_in_order
-from lightning_automodel._compat.torch.groups import existing_groups, forget_groups_of, has_groups
+from lightning_automodel._compat.torch.groups import existing_groups, forget_equal_meshes, forget_groups_of, has_groups
 
 Kept = TypeVar("Kept", DeviceMesh, ProcessGroup)
 
@@ -102,5 +102,6 @@ def _destroy() -> None:
     for kept in _kept.values():
         if isinstance(kept, DeviceMesh):
             forget_groups_of(kept)
+    forget_equal_meshes()
     _kept.clear()
     _made.clear()

@@ -46,6 +46,7 @@ ATTRIBUTES = {
     "torch.amp:GradScaler": ("_unscale_grads_",),
     "torch.distributed.tensor:DTensor": ("_local_tensor", "_op_dispatcher", "_spec"),
     "torch.distributed.tensor:DTensor._op_dispatcher": ("_custom_op_handlers",),
+    "torch.distributed.tensor.debug:": ("_clear_sharding_prop_cache",),
     "torch.distributed.tensor._sharding_prop:ShardingPropagator": ("_propagate_tensor_meta_non_cached",),
     "torch.optim:": ("_muon",),
     "torch.optim._muon:": ("_zeropower_via_newtonschulz",),

@@ -98,6 +98,29 @@ def fail_and_go_on() -> dict[str, Any]:
     return {"held": [*before[1:], held()], "losses": fresh.losses}
 
 
+def train_anew(directory: Path) -> tuple[list[float], list[float]]:
+    """Runs on each rank: losses of a run before one that fails on different ranks differently, and of one behind it."""
+    losses = []
+    for attempt in ("before", "behind"):
+        fresh = Recorder()
+        run = make_trainer({"dp_shard": 2, "tp": 2}, max_steps=2, gradient_clip_val=0.1)
+        run.fit(fresh, batches(2))
+        run.save_checkpoint(directory / attempt)
+        run.validate(fresh, batches(2))
+        losses.append(fresh.losses)
+        if attempt == "before":
+            kinds = (ValueError, TypeError)
+            failing, run = Failing(kinds[int(os.environ["RANK"]) % 2]("here")), make_trainer({"dp_shard": 2, "tp": 2})
+            with pytest.raises(kinds):
+                run.fit(failing, batches(2))
+    return losses[0], losses[1]
+
+
+def test_the_run_behind_one_that_fails(pool4: Pool, tmp_path: Path) -> None:
+    for before, behind in pool4.run(train_anew, tmp_path, trainer=True):
+        assert behind == before
+
+
 @pytest.mark.slow
 def test_a_run_that_fails(pool2: Pool) -> None:
     for found in pool2.run(fail_and_go_on, trainer=True):

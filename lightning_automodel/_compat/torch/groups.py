@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore, distri
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Into one tensor. torch 2.13 gave it another name, and warns of the old one."""
@@ -98,6 +99,14 @@ def existing_groups() -> set[ProcessGroup]:
 def forget_groups_of(mesh: DeviceMesh) -> None:
     """Let go of groups that were destroyed: caches of DTensor hold ``mesh``, which would keep their threads alive."""
     mesh._pg_registry.clear()
+
+
+def forget_equal_meshes() -> None:
+    """Clear what DTensor remembers of operations, which has results on the first of all meshes that are equal.
+
+    Where the groups of that one are gone, those of another one would not be asked. torch clears it in private only.
+    """
+    _clear_sharding_prop_cache()
 
 
 def has_groups(mesh: DeviceMesh) -> bool:
