@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_automodel._compat.lightning.modules import optimizers_to_device
 from lightning_automodel._compat.lightning.trainer import (
-    average_rate_search,
+    average_watched_losses,
     begin_next_epoch,
     bring_own_precision,
     choose_checkpoint_paths,
@@ -235,7 +235,7 @@ class SharedHooks(SavingStrategy):
         self.go_on_monitoring()
         set_callbacks_for_epoch(self._trainer)
         tell_savers_of_resume(self._trainer)
-        average_rate_search(self._trainer, self.reduce)
+        average_watched_losses(self._trainer, self.reduce)
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()
         warn_of_later_hooks(self._module)

@@ -1,5 +1,6 @@
 """Everyday training: optimizers and clipping, several models, callbacks, repeated calls, torch.compile, one device."""
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
@@ -262,6 +265,32 @@ def test_lr_find(pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
             assert found == pytest.approx(expected, rel=1e-5)  # Lightning's callback keeps those of rank 0
             assert after == without
     assert list(tmp_path.iterdir()) == []
+
+
+class Spiking(Descending):
+    """Has a loss of 11 times its size in the fourth step, on the first rank alone of two."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        is_spike = self.global_step == 3 and self.trainer.strategy.data_rank == 0
+        return super().loss(batch) * (11 if is_spike else 1)
+
+
+def watch_spikes(rtol: float, directory: Path) -> tuple[float, float, int]:
+    """Runs on each rank: what a detector of spikes knows at the end, and the step of that end."""
+    detector = SpikeDetection(rtol=rtol, exclude_batches_path=directory / "skipped.json")
+    run = make_trainer({}, max_steps=5, callbacks=[detector])
+    with contextlib.suppress(TrainingSpikeException):
+        run.fit(Spiking(), batches(2))
+    return float(detector.running_mean.compute()), float(detector.last_val), run.global_step
+
+
+@pytest.mark.slow
+def test_spikes_are_those_of_the_mean(pool2: Pool, tmp_path: Path) -> None:
+    """The mean is 6 times as high as before, the loss of the one rank 11 times."""
+    for rtol, last in ((4.0, 4), (8.0, 5)):
+        of_ranks = pool2.run(watch_spikes, rtol, tmp_path, trainer=True)
+        assert of_ranks[0] == of_ranks[1]
+        assert of_ranks[0][2] == last
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

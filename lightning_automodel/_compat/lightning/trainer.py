@@ -8,10 +8,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
+    Callback,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.core import saving
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import Precision
@@ -116,19 +118,20 @@ def replace_checkpoint_path(trainer: Trainer, path: str) -> None:
     vars(trainer._checkpoint_connector)[_SELECTED_PATH] = path
 
 
-def average_rate_search(trainer: Trainer, average: Callable[[Tensor], Tensor]) -> None:
-    """Gives the search of ``Tuner.lr_find`` and ``LearningRateFinder`` what ``average`` makes of each loss.
+def average_watched_losses(trainer: Trainer, average: Callable[[Tensor], Tensor]) -> None:
+    """Gives callbacks that judge a run by the loss of its steps what ``average`` makes of each.
 
-    Lightning's callback keeps the loss of rank 0, by which the search ends and suggests a rate; nothing public replaces
-    it.
+    The search of ``Tuner.lr_find`` and ``LearningRateFinder`` ends and suggests a rate by the loss of rank 0,
+    ``SpikeDetection`` ends a run if the loss of any rank is far from those that this rank had before; nothing public
+    replaces either.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, _LRCallback):
-            vars(callback)["on_train_batch_end"] = partial(_end_batch_of_search, callback, average)
+        if isinstance(callback, (_LRCallback, SpikeDetection)):
+            vars(callback)["on_train_batch_end"] = partial(_end_batch_with_average, callback, average)
 
 
-def _end_batch_of_search(
-    callback: _LRCallback,
+def _end_batch_with_average(
+    callback: Callback,
     average: Callable[[Tensor], Tensor],
     trainer: Trainer,
     module: LightningModule,
@@ -139,7 +142,7 @@ def _end_batch_of_search(
         outputs = average(outputs)
     elif outputs and "loss" in outputs:
         outputs = {**outputs, "loss": average(outputs["loss"])}
-    _LRCallback.on_train_batch_end(callback, trainer, module, outputs, *args)
+    type(callback).on_train_batch_end(callback, trainer, module, outputs, *args)
 
 
 def is_accumulating(trainer: Trainer) -> bool:
