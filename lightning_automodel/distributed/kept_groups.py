@@ -91,6 +91,7 @@ def _notice_world() -> None:
         _kept.clear()
         _made.clear()
         _world[:] = [world]
+        forget_equal_meshes()
         _ending[0] = _IN_STEP
 
 

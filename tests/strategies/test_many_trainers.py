@@ -2,12 +2,16 @@
 
 import gc
 import os
+import socket
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
@@ -98,8 +102,28 @@ def fail_and_go_on() -> dict[str, Any]:
     return {"held": [*before[1:], held()], "losses": fresh.losses}
 
 
-def train_anew(directory: Path) -> tuple[list[float], list[float]]:
-    """Runs on each rank: losses of a run before one that fails on different ranks differently, and of one behind it."""
+def fail_apart() -> None:
+    """End a run differently on different ranks."""
+    kinds = (ValueError, TypeError)
+    failing, run = Failing(kinds[int(os.environ["RANK"]) % 2]("here")), make_trainer({"dp_shard": 2, "tp": 2})
+    with pytest.raises(kinds):
+        run.fit(failing, batches(2))
+
+
+def meet_again() -> None:
+    """Let the processes part, and meet at another port, with one group more before all others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = torch.tensor(free.getsockname()[1])
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    os.environ.update(MASTER_PORT=str(port.item()), TORCHELASTIC_USE_AGENT_STORE="False")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.new_group()
+
+
+def train_anew(end_groups: Callable[[], None], directory: Path) -> tuple[list[float], list[float]]:
+    """Runs on each rank: losses of a run before ``end_groups``, and of one behind it."""
     losses = []
     for attempt in ("before", "behind"):
         fresh = Recorder()
@@ -109,15 +133,14 @@ def train_anew(directory: Path) -> tuple[list[float], list[float]]:
         run.validate(fresh, batches(2))
         losses.append(fresh.losses)
         if attempt == "before":
-            kinds = (ValueError, TypeError)
-            failing, run = Failing(kinds[int(os.environ["RANK"]) % 2]("here")), make_trainer({"dp_shard": 2, "tp": 2})
-            with pytest.raises(kinds):
-                run.fit(failing, batches(2))
+            end_groups()
     return losses[0], losses[1]
 
 
-def test_the_run_behind_one_that_fails(pool4: Pool, tmp_path: Path) -> None:
-    for before, behind in pool4.run(train_anew, tmp_path, trainer=True):
+@pytest.mark.slow
+@pytest.mark.parametrize("end_groups", [fail_apart, meet_again])
+def test_the_run_behind_the_end_of_all_groups(end_groups: Callable[[], None], pool4: Pool, tmp_path: Path) -> None:
+    for before, behind in pool4.run(train_anew, end_groups, tmp_path, trainer=True):
         assert behind == before
 
 
