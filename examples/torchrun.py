@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.loading import materialize, sharded_loading
+from lightning_automodel.mesh import gloo_in_order
 from lightning_automodel.parallelizer import fsdp2_strategy_parallelize
 
 MICRO_BATCHES, ROWS, LENGTH = 2, 2, 32
@@ -33,9 +34,10 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    tp = arguments.tp or dist.get_world_size()
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp_shard_cp", "tp"))
+    with gloo_in_order():  # on CPUs: two threads of a group may free the same memory
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        tp = arguments.tp or dist.get_world_size()
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp_shard_cp", "tp"))
     try:
         train(build(arguments.model, mesh, device), mesh, device, arguments.steps)
     finally:

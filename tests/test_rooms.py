@@ -58,7 +58,7 @@ PUBLIC: dict[str, str] = {
     "next_tokens top1 top1_accuracy",
     "megatron": "HAVE_MEGATRON_FSDP megatron_fsdp_strategy_parallelize nvfsdp_strategy_parallelize accumulating "
     "clip_grad_norm_",
-    "mesh": "DP_CP TP axis build_mesh resolve_sizes",
+    "mesh": "DP_CP TP axis build_mesh gloo_in_order resolve_sizes",
     "metrics": "Perplexity TokenAccuracy TokenCounter MeanOverTargets expert_loads",
     "parallelizer": "parallelize fsdp2_strategy_parallelize megatron_fsdp_strategy_parallelize "
     "nvfsdp_strategy_parallelize register_parallel_strategy register_tp_plan ParallelizationStrategy "

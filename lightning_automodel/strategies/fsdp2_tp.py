@@ -195,7 +195,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
             OwnParameters.leave_alone(submodel.module for submodel in submodels)
 
     def _hold_own_parameters(self, places: list[Place], submodels: list[Submodel]) -> None:
-        mesh = next((p.device_mesh for p in self._module.parameters() if isinstance(p, DTensor)), self.device_mesh)
+        mesh = next((submodel.mesh for submodel in submodels if submodel.mesh is not None), self.device_mesh)
         hold_whole(places, mesh, self.root_device, self.precision_plugin.param_dtype)
         own = OwnParameters.of(self._module, places)
         own.follow_passes(submodel.module for submodel in submodels)

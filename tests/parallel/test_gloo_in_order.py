@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 
-from lightning_automodel import DDPStrategy, FSDP2TPStrategy
-from lightning_automodel._compat.torch.gloo import gloo_in_order
 from lightning_automodel._compat.torch.groups import existing_groups, timeout_of
-from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.mesh import build_mesh, gloo_in_order, resolve_sizes
 from lightning_automodel.testing.pool import Pool
+from tests.support.layouts import LAYOUTS
 from tests.support.training import Recorder, batches, make_trainer
 
 TIMEOUT = timedelta(seconds=50)
@@ -23,23 +21,17 @@ def threads_of_groups() -> set[int]:
     return {group._get_backend(torch.device("cpu")).options._threads for group in existing_groups()}
 
 
-def of_strategy(strategy: Strategy, replicas: int) -> tuple[int, set[int], set[timedelta]]:
-    """Runs on each rank: the number of groups that a run makes, threads and timeouts that they have."""
-    make_trainer(strategy, max_steps=1).fit(Recorder(), batches(replicas))
+def of_strategy(layout: str) -> tuple[int, set[int], set[timedelta]]:
+    """Runs on each rank: the number of groups that a run makes, their threads, and timeouts of those with peers."""
+    strategy = LAYOUTS[layout].make(timeout=TIMEOUT)
+    make_trainer(strategy, max_steps=1).fit(Recorder(), batches(LAYOUTS[layout].data_size))
     groups = existing_groups()
-    return len(groups), threads_of_groups(), {timeout_of(group) for group in groups}
+    return len(groups), threads_of_groups(), {timeout_of(group) for group in groups if group.size() > 1}
 
 
-STRATEGIES = {
-    "tp": (FSDP2TPStrategy(tp=2, async_save=True, timeout=TIMEOUT), 1),
-    "dp_shard": (FSDP2TPStrategy(dp_shard=2, timeout=TIMEOUT), 2),
-    "replicas": (DDPStrategy(timeout=TIMEOUT), 2),
-}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_groups_of_strategies(name: str, pool2: Pool) -> None:
-    for number, threads, timeouts in pool2.run(of_strategy, *STRATEGIES[name], trainer=True):
+@pytest.mark.parametrize("layout", ["fsdp2-tp2", "fsdp2-dp2", "ddp-2", "megatron3-dp2"])
+def test_groups_of_strategies(layout: str, pool2: Pool) -> None:
+    for number, threads, timeouts in pool2.run(of_strategy, layout, trainer=True):
         assert number > 1
         assert threads == {1}
         assert timeouts == {TIMEOUT}
