@@ -12,6 +12,7 @@ from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
+from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained
 from lightning_automodel.finetuning.sources import find_sources
 from lightning_automodel.pages import check_folder
 
@@ -33,7 +34,7 @@ def evaluate(
     """Judges a checkpoint, an export or a model of the hub by held-out text, or by tasks of the lm-evaluation-harness.
 
     Args:
-        model: checkpoint, directory that save_pretrained or export wrote, or name on the hub.
+        model: checkpoint, directory that save_pretrained or export wrote (of an adapter, too), or name on the hub.
         files: held-out text, in the forms that training takes; loss and perplexity are over all its target tokens.
         tasks: of the lm-evaluation-harness, where that is installed: names, or YAML files; on one process.
         output: file of JSON that gets the numbers, too.
@@ -63,17 +64,17 @@ def evaluate(
         find_sources(files)
     with opened(model) as source:
         if tasks is not None:
-            numbers = _run_tasks(source, tasks, tokenizer, batch_size, limit)
+            numbers = _run_tasks(Pretrained.of(source), tasks, tokenizer, batch_size, limit)
         else:
             data = TextDataModule(
-                tokenizer=tokenizer or source,
+                tokenizer=tokenizer,
                 val_files=files,
                 sequence_length=sequence_length,
                 batch_size=batch_size,
                 columns=columns,
             )
-            trainer = make_trainer(source, tp, devices, precision)
             module = CausalLM(source)
+            trainer = make_trainer(module.model_name, tp, devices, precision)
             (logged,) = trainer.validate(module, data, verbose=False)
             if not trainer.is_global_zero:
                 return
@@ -89,7 +90,7 @@ def _refuse(what: str, **others: Any) -> None:
 
 
 def _run_tasks(
-    source: str, tasks: list[str], tokenizer: str | None, batch_size: int, limit: int | None
+    source: Pretrained, tasks: list[str], tokenizer: str | None, batch_size: int, limit: int | None
 ) -> dict[str, Any]:
     if find_spec("lm_eval") is None:
         raise ValueError("--tasks needs the lm-evaluation-harness, which is not installed; pip install lm-eval")
@@ -101,7 +102,8 @@ def _run_tasks(
         if task not in manager.all_tasks and not Path(task).is_file():
             hint = proposal(task, manager.all_tasks)
             raise ValueError(f"--tasks: the lm-evaluation-harness has no task {task!r}, nor is that a file{hint}")
-    arguments = {"pretrained": source, "tokenizer": tokenizer or source}
+    adapter = {} if source.adapter is None else {"peft": source.adapter}
+    arguments = {"pretrained": source.model, "tokenizer": tokenizer or source.holder_of(TOKENIZER), **adapter}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = lm_eval.simple_evaluate(
         model="hf",

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_automodel.command.quiet import warnings_only
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.pretrained import looked_up
+from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained, looked_up
 
 _LOGGERS = ("lightning_automodel", "lightning.pytorch", "lightning.fabric")  # the terminal is the conversation's
 
@@ -69,7 +69,7 @@ def generate(
     """Generates text with a checkpoint, an export or a model of the hub; converses where there is a chat template.
 
     Args:
-        model: checkpoint, directory that save_pretrained or export wrote, or name on the hub.
+        model: checkpoint, directory that save_pretrained or export wrote (of an adapter, too), or name on the hub.
         prompt: what is answered; by default each line of the standard input.
         system: instruction before a conversation.
         tokenizer: directory or name; by default the model's.
@@ -79,11 +79,12 @@ def generate(
     """
     transformers_logging.disable_progress_bar()
     with opened(model) as source, warnings_only(*_LOGGERS):
-        name = tokenizer or source
+        found = Pretrained.of(source)
+        name = tokenizer or found.holder_of(TOKENIZER)
         with looked_up(name):
             loaded = AutoTokenizer.from_pretrained(name)
         speaker = _Speaker(source, loaded, [prompt] if prompt is not None else None, system, sampling)
-        make_trainer(source, tp, None, precision).predict(speaker, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
+        make_trainer(found.model, tp, None, precision).predict(speaker, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
 
 
 class _Speaker(CausalLM):

@@ -4,28 +4,34 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from lightning_automodel.checkpointing.hugging_face.models import ADAPTER_CONFIG, holds_adapters
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.wrappers import name_without_wrappers
 
-_MOST_LISTED = 5
+_MOST_LISTED, _LONGEST = 5, 300  # names; characters
+_INCOMPLETE = "Found missing adapter keys"
+"""How peft warns that a model has layers of which an adapter's file holds nothing."""
 
 
 def adapter_config(peft: Any) -> Any:
-    """Make a config of peft from its fields; one that is given passes.
+    """Make a config of peft from its fields, or read that of a saved adapter; one that is given passes.
 
     Raises:
-        ValueError: if peft is not installed, or a field or a kind of adapter is not known.
+        ValueError: if peft is not installed, a field or a kind of adapter is not known, or no adapter was saved there.
     """
     if find_spec("peft") is None:
         raise ValueError("peft is not installed, which CausalLM(peft=...) needs; pip install lightning_automodel[peft]")
     from peft import PeftConfig, PeftType
 
+    if isinstance(peft, str):
+        return _saved_config(peft)
     if not isinstance(peft, Mapping):
         return peft
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **peft}
@@ -44,18 +50,35 @@ def adapter_config(peft: Any) -> Any:
     return config
 
 
+def _saved_config(name: str) -> Any:
+    from peft import PeftConfig
+
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not holds_adapters(folder):
+        held = ", ".join(sorted(path.name for path in folder.iterdir())[:_MOST_LISTED]) or "nothing"
+        raise ValueError(f"peft={name!r} holds no {ADAPTER_CONFIG} (it holds {held}); give what save_pretrained wrote")
+    try:
+        config = PeftConfig.from_pretrained(name)
+    except ValueError as error:
+        raise ValueError(f"peft={name!r} is no saved adapter (here: {Path.cwd()}): {error}") from error
+    config.inference_mode = False  # as it was before peft saved it
+    return config
+
+
 def add_adapter(model: Any, peft: Any) -> Any:
     """Wrap ``model`` by adapters of peft.
 
     Args:
         model: whose parameters may be sharded.
-        peft: a config of peft, or its fields; ``peft_type`` is LORA unless it is among them.
+        peft: a config of peft, or its fields; ``peft_type`` is LORA unless it is among them. A directory, or a name on
+            the hub, of a saved adapter: it is read and trains on, unless it is a prompt, which peft freezes.
 
     Returns:
         peft's model.
 
     Raises:
-        ValueError: if peft is not installed, a field is not known, or a target matches nothing.
+        ValueError: if peft is not installed, a field is not known, a target matches nothing, or what was saved is of
+            another model.
     """
     config = adapter_config(peft)
     from peft import get_peft_model
@@ -63,7 +86,34 @@ def add_adapter(model: Any, peft: Any) -> Any:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     for field in ("target_modules", "modules_to_save", "target_parameters"):
         _check_targets(field, getattr(config, field, None), names)
-    return get_peft_model(model, config)
+    return _read_adapter(model, peft, config) if isinstance(peft, str) else get_peft_model(model, config)
+
+
+def refuse_saved_prompt(peft: Any) -> None:
+    """Refuse to train a prompt that was saved, of which peft's files hold what it came to and not how.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if isinstance(peft, str) and adapter_config(peft).is_prompt_learning:
+        raise ValueError(
+            f"peft={peft!r} is a prompt, which peft does not train on once it is saved; go on from the checkpoint of "
+            "its run (ckpt_path), or train a new one"
+        )
+
+
+def _read_adapter(model: Any, name: str, config: Any) -> Any:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", _INCOMPLETE)
+        try:
+            return PeftModel.from_pretrained(model, name, is_trainable=not config.is_prompt_learning)
+        except (UserWarning, RuntimeError) as error:
+            raise ValueError(
+                f"the adapter {name!r} (made for {config.base_model_name_or_path!r}) is of another model than "
+                f"{getattr(model, 'name_or_path', '')!r}: {' '.join(str(error).split())[:_LONGEST]}"
+            ) from error
 
 
 def _check_targets(field: str, targets: Any, names: Sequence[str]) -> None:

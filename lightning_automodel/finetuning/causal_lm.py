@@ -1,35 +1,41 @@
 """The module: a causal language model trained with a loss that is weighed by tokens."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from lightning_automodel.checkpointing.hugging_face.models import holds_adapters
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
-from lightning_automodel.finetuning.adapters import adapter_config, add_adapter, freeze, report_trainable
-from lightning_automodel.finetuning.pretrained import check_vocabulary, looked_up, of_lookup, read_config
+from lightning_automodel.finetuning.adapters import (
+    adapter_config,
+    add_adapter,
+    freeze,
+    refuse_saved_prompt,
+    report_trainable,
+)
+from lightning_automodel.finetuning.pretrained import (
+    TOKENIZER,
+    Pretrained,
+    check_vocabulary,
+    looked_up,
+    of_lookup,
+    read_config,
+)
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
 from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_causal_targets
 from lightning_automodel.gradients import scale_
 from lightning_automodel.metrics import expert_loads
 
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 Batch = dict[str, Tensor]  # each [batch, seq]
 
 
@@ -43,23 +49,26 @@ class CausalLM(L.LightningModule):
     micro-batch has as many targets as tokens.
 
     Args:
-        model: name on the hub, or directory with config and weights.
+        model: name on the hub, or directory with config and weights; or directory of an adapter that was trained on
+            such a model, as an export holds it, which is added to it, and trains on.
         optimizer: from parameters to an optimizer; on the command line a class path and its arguments.
         lr_scheduler: from the optimizer to a schedule, stepped once per optimizer step; ``None``: constant.
         model_kwargs: more arguments of ``from_pretrained``: ``attn_implementation``, ``trust_remote_code``, ``dtype``
             (by default what the trainer's precision asks for)...
         from_scratch: random weights from the config; the directory then needs none.
         peft: an adapter: a config of peft (``LoraConfig(...)``), or its fields, as in YAML: ``{r: 8, target_modules:
-            all-linear}``. The base is frozen. Whatever the names of a model's layers: "all-linear".
+            all-linear}``; or directory, or name on the hub, of one that trains on. The base is frozen. Whatever the
+            names of a model's layers: "all-linear".
         freeze: patterns of names of parameters or modules that do not train: ``model.layers.[0-9].*``.
         saves_base: checkpoints hold the frozen base beside an adapter, too; it is read from ``model`` otherwise.
 
     Raises:
-        ValueError: if ``model`` is a directory that does not exist or holds no weights; from ``setup``: if it is no
-            causal language model, or embeds fewer tokens than the data hold.
+        ValueError: if ``model`` is a directory that does not exist or holds no weights, or an adapter beside ``peft``;
+            from ``setup``: if it is no causal language model, or embeds fewer tokens than the data hold.
     """
 
     auto_class: Any = AutoModelForCausalLM
+    tokenizer_file = TOKENIZER
     known_configs: Any = MODEL_FOR_CAUSAL_LM_MAPPING
 
     def __init__(
@@ -76,8 +85,15 @@ class CausalLM(L.LightningModule):
         saves_base: bool = False,
     ) -> None:
         super().__init__()
-        check_weights(model, from_scratch)
-        self.model_name = model
+        found = Pretrained.of(model)
+        found.check(from_scratch=from_scratch)
+        if found.adapter is not None and peft is not None:
+            raise ValueError(
+                f"model={model!r} is an adapter, and peft={peft!r} would be a second one; leave one of them out, or "
+                f"merge the first into its base ({found.model!r}) and train that"
+            )
+        peft = found.adapter or peft
+        self.model_name, self.tokenizer_name = found.model, found.holder_of(self.tokenizer_file)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.model_kwargs = model_kwargs or {}
@@ -98,7 +114,9 @@ class CausalLM(L.LightningModule):
         self._tokens_seen = torch.zeros((), dtype=torch.float64)  # moves to the device with the first step
 
     def setup(self, stage: str) -> None:
-        """Checks, before weights are read, that the model is a causal one and embeds all tokens of the data."""
+        """Checks, before weights are read, that the model is a causal one, can train, and embeds all tokens."""
+        if stage == TrainerFn.FITTING and self.peft is not None:
+            refuse_saved_prompt(self.peft)
         if self.model is None:
             config = read_config(self.model_name, self.model_kwargs, self.auto_class, self.known_configs)
             check_vocabulary(config, getattr(self.trainer, "datamodule", None))
@@ -119,7 +137,8 @@ class CausalLM(L.LightningModule):
         if self.peft is not None:
             self.model = add_adapter(self.model, self.peft)
         freeze(self.model, self.freeze_patterns)
-        report_trainable(self.model, f"CausalLM(peft={self.peft}, freeze={self.freeze_patterns})")
+        if self._trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            report_trainable(self.model, f"CausalLM(peft={self.peft}, freeze={self.freeze_patterns})")
         # from_pretrained returns a model in evaluation mode, and the trainer keeps the mode that it finds.
         self.model.train()
 
@@ -257,31 +276,3 @@ class CausalLM(L.LightningModule):
 
 def _mean(targets: Tensor, loss_sum: Tensor) -> Tensor:
     return (loss_sum / targets.clamp(min=1)).float()
-
-
-def check_weights(model: str, from_scratch: bool = False) -> None:
-    """Refuses a directory that ``from_pretrained`` could not load. Names on the hub pass.
-
-    Raises:
-        ValueError: naming the directory, what it lacks and the way out.
-    """
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-            raise ValueError(
-                f"model={model!r} is not a directory; give one that save_pretrained wrote, or a name on the hub"
-            )
-        return
-    wanted: Iterable[str] = ("config.json",) if from_scratch else _WEIGHTS
-    if not any((directory / name).is_file() for name in wanted):
-        if not from_scratch and holds_adapters(directory):
-            raise ValueError(
-                f"model={model!r} holds an adapter (adapter_config.json) and not the model that it adapts; give a "
-                "merged one, which HuggingFaceExport(merge=True) or `lightning-automodel export CHECKPOINT DIRECTORY "
-                "--merge=true` writes, or the base, and go on from the run's checkpoint with ckpt_path"
-            )
-        held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
-        raise ValueError(
-            f"model={model!r} has none of {', '.join(wanted)} (it holds {held}); give a directory that save_pretrained "
-            "wrote" + ("" if from_scratch else ", or from_scratch=True for random weights from its config.json")
-        )

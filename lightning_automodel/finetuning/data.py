@@ -16,7 +16,7 @@ from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.mixture import Files, repeat, sources_of, weights_of
-from lightning_automodel.finetuning.pretrained import looked_up, padding_of
+from lightning_automodel.finetuning.pretrained import looked_up, padding_of, tokenizer_name_of
 from lightning_automodel.finetuning.report import describe_rows, describe_stream
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
 from lightning_automodel.finetuning.store import Part, TokenStore, store_key
@@ -45,7 +45,7 @@ class TextDataModule(L.LightningDataModule):
     Tokens are cached on disk: one process per node tokenizes, the others map its files.
 
     Args:
-        tokenizer: name or directory; by default the ``model_name`` of the module that is trained.
+        tokenizer: name or directory; by default the ``tokenizer_name`` or ``model_name`` of the module that is trained.
         train_files: paths or globs, or names of data sets; for a mixture a dict of them to weights, which say how many
             times their documents come in an epoch: 1 once, 0.5 a half of them, chosen by ``split_seed``.
         val_files: paths or globs; or see ``val_fraction``.
@@ -297,8 +297,7 @@ class TextDataModule(L.LightningDataModule):
         return self._encoder
 
     def _tokenizer_name(self) -> str:
-        module: Any = getattr(self.trainer, "lightning_module", None)
-        name = self.tokenizer or getattr(module, "model_name", None)
+        name = self.tokenizer or tokenizer_name_of(getattr(self.trainer, "lightning_module", None))
         if name is None:
             raise ValueError(
                 "TextDataModule(tokenizer=None) takes the tokenizer of the module's `model_name`, and there is none; "

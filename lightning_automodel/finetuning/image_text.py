@@ -32,6 +32,7 @@ class ImageTextLM(CausalLM):
     """A :class:`CausalLM` of a model that reads images beside text, with the same arguments, loss and logs."""
 
     auto_class = AutoModelForImageTextToText
+    tokenizer_file = "processor_config.json"
     known_configs = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
@@ -44,7 +45,7 @@ class ImageTextDataModule(SplitDataModule):
     their batch.
 
     Args:
-        processor: name or directory; by default the ``model_name`` of the module that is trained.
+        processor: name or directory; by default the ``tokenizer_name`` or ``model_name`` of the module that is trained.
         train_files: paths or globs.
         val_files: paths or globs.
         test_files: paths or globs.

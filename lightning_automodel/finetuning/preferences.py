@@ -35,7 +35,7 @@ class PreferenceDataModule(SplitDataModule):
     what the assistant did not write) and on padding. Its two halves are ``tensor.chunk(2)``.
 
     Args:
-        tokenizer: name or directory; by default the ``model_name`` of the module that is trained.
+        tokenizer: name or directory; by default the ``tokenizer_name`` or ``model_name`` of the module that is trained.
         train_files: paths or globs, or names of data sets.
         val_files: paths or globs.
         test_files: paths or globs.

@@ -1,16 +1,111 @@
-"""Says what is wrong with a pretrained model or tokenizer: a name that leads nowhere, a kind or a size that does not
-fit.
+"""Finds what a pretrained model is read from, and says what is wrong with it: a name that leads nowhere, a kind or a
+size that does not fit.
 """
 
-from collections.abc import Container, Generator, Mapping
+import json
+from collections.abc import Container, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from lightning_automodel.checkpointing.hugging_face.models import ADAPTER_CONFIG, holds_adapters
+
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+TOKENIZER = "tokenizer_config.json"
 _OF_LOOKUP = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a model is read from: directories, or names on the hub.
+
+    Attributes:
+        model: config and weights.
+        adapter: what peft wrote, which is added to them; ``None`` without one.
+    """
+
+    model: str
+    adapter: str | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Finds what ``name`` stands for: a model, or an adapter, whose directory names the model that it was made for.
+
+        Raises:
+            ValueError: for an adapter that does not say so.
+        """
+        folder = Path(name).expanduser()
+        if not holds_adapters(folder):
+            return cls(name)
+        return cls(_base_of(folder), name)
+
+    def holder_of(self, file: str) -> str:
+        """Return where to read what ``file`` describes: the adapter's directory if it holds that, else the model's."""
+        adapter = self.adapter
+        return adapter if adapter is not None and (Path(adapter).expanduser() / file).is_file() else self.model
+
+    def check(self, *, from_scratch: bool = False) -> None:
+        """Refuses a directory that ``from_pretrained`` could not load. Names on the hub pass.
+
+        Args:
+            from_scratch: it needs a config alone.
+
+        Raises:
+            ValueError: naming the directory, what it lacks and the way out.
+        """
+        try:
+            check_weights(self.model, from_scratch)
+        except ValueError as error:
+            if self.adapter is None:
+                raise
+            raise ValueError(
+                f"model={self.adapter!r} is an adapter of {self.model!r}, which cannot be read (here: {Path.cwd()}): "
+                f"{error}. Give the base as model and the adapter as peft, or write where the base lies into "
+                f"{Path(self.adapter) / ADAPTER_CONFIG} (base_model_name_or_path)"
+            ) from error
+
+
+def _base_of(folder: Path) -> str:
+    path = folder / ADAPTER_CONFIG
+    with looked_up(str(folder)):
+        base = json.loads(path.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"model={str(folder)!r} is an adapter whose {path.name} does not say for which model "
+            "(base_model_name_or_path); give that as model, and the adapter as peft"
+        )
+    return str(base)
+
+
+def check_weights(model: str, from_scratch: bool = False) -> None:
+    """Refuses a directory that ``from_pretrained`` could not load. Names on the hub pass.
+
+    Raises:
+        ValueError: naming the directory, what it lacks and the way out.
+    """
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ValueError(
+                f"model={model!r} is not a directory; give one that save_pretrained wrote, or a name on the hub"
+            )
+        return
+    wanted: Iterable[str] = ("config.json",) if from_scratch else _WEIGHTS
+    if not any((directory / name).is_file() for name in wanted):
+        held = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+        raise ValueError(
+            f"model={model!r} has none of {', '.join(wanted)} (it holds {held}); give a directory that save_pretrained "
+            "wrote" + ("" if from_scratch else ", or from_scratch=True for random weights from its config.json")
+        )
 
 
 @contextmanager
@@ -94,6 +189,13 @@ def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Co
 def of_lookup(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of ``from_pretrained`` that say where to look."""
     return {key: value for key, value in kwargs.items() if key in _OF_LOOKUP}
+
+
+def tokenizer_name_of(module: Any) -> str | None:
+    """Return what a LightningModule's model was trained with (``tokenizer_name``), by default what it is read from
+    (``model_name``); ``None`` if it says neither.
+    """
+    return getattr(module, "tokenizer_name", None) or getattr(module, "model_name", None)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
+from lightning_automodel.finetuning.pretrained import tokenizer_name_of
 
 
 class SplitDataModule(L.LightningDataModule):
@@ -64,8 +65,7 @@ class SplitDataModule(L.LightningDataModule):
 
     def _name_of(self, field: str) -> str:
         """Return the directory or name that ``field`` holds, by default that of the module's model."""
-        module: Any = getattr(self.trainer, "lightning_module", None)
-        name = getattr(self, field) or getattr(module, "model_name", None)
+        name = getattr(self, field) or tokenizer_name_of(getattr(self.trainer, "lightning_module", None))
         if name is None:
             raise ValueError(f"{type(self).__name__}({field}=None) takes the module's `model_name`; give one")
         return str(name)

@@ -69,7 +69,7 @@ def _plan(
     micro_batch: int | None = None,
     accumulate: int | None = None,
     precision: str | None = None,
-    peft: dict[str, Any] | None = None,
+    peft: dict[str, Any] | str | None = None,
     freeze: list[str] | None = None,
     gpu: str = "h100",
     price: float | None = None,
@@ -81,7 +81,7 @@ def _plan(
     """Say what a run of FSDP2TPStrategy needs: memory, communication, time and cost, before it is started.
 
     Args:
-        model: name or directory of a model; only its config is read.
+        model: name or directory of a model, or of an adapter; only configs are read.
         world: number of processes.
         run_yaml: YAML file of a run, given as --config; the other arguments replace what it says.
         tp: ranks that split each layer's matrices.
@@ -92,7 +92,7 @@ def _plan(
         micro_batch: rows that a data rank computes at a time.
         accumulate: micro-batches of an optimizer step.
         precision: of the trainer.
-        peft: adapters, as of the model of a run: --peft.r=16 --peft.target_modules=all-linear.
+        peft: adapters, as of the model of a run: --peft.r=16 --peft.target_modules=all-linear; or a saved one's folder.
         freeze: patterns of names of what does not train, as of the model of a run.
         gpu: a100, h100, h200, b200 or l40s.
         price: US dollars per device and hour.

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from lightning_automodel.finetuning.adapters import add_adapter, freeze, report_trainable
-from lightning_automodel.finetuning.pretrained import find_config
+from lightning_automodel.finetuning.adapters import adapter_config, add_adapter, freeze, report_trainable
+from lightning_automodel.finetuning.pretrained import Pretrained, find_config
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.structure import configs_of_layers, keep_no_cache, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
@@ -113,18 +113,22 @@ def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str]
     """Make a causal language model, or one that reads images and writes text, on the meta device, from its config.
 
     Args:
-        model: name or directory of a model, or its config.
+        model: name or directory of a model, or of an adapter, or the config of a model.
         peft: adapters, as ``CausalLM(peft=...)`` takes them.
         frozen: patterns of what does not train, as ``CausalLM(freeze=...)`` takes them.
 
     Raises:
         ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers.
     """
-    config = find_config(model, {}) if isinstance(model, str) else model
+    if isinstance(model, str):
+        found = Pretrained.of(model)
+        config, peft = find_config(found.model, {}), found.adapter or peft
+    else:
+        config = model
     keep_no_cache(config)
     with torch.device("meta"):
         built = _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
-        adapted = built if peft is None else add_adapter(built, peft)
+        adapted = built if peft is None else add_adapter(built, adapter_config(peft))
     freeze(adapted, frozen)
     report_trainable(adapted, f"peft={peft}, freeze={list(frozen)}")
     return adapted

@@ -121,12 +121,6 @@ def test_the_schedule_takes_the_length_of_the_run(model_dir: Path, tmp_path: Pat
     assert module.lr_schedulers().total_steps == trainer.global_step == 4  # type: ignore[union-attr]
 
 
-def test_a_directory_of_an_adapter_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=rf"'{tmp_path}' holds an adapter.*and not the model that it adapts.*merge"):
-        CausalLM(str(tmp_path))
-
-
 def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     with pytest.raises(

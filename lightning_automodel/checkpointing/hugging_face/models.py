@@ -32,7 +32,8 @@ from lightning_automodel.modules.structure import (
 from lightning_automodel.modules.ties import untied_names
 
 INDEX = "model.safetensors.index.json"
-_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+_OF_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 """For which ``from_pretrained`` looks first: it reads the base that these name, and not the model beside them."""
 Fetch = Callable[[str], Tensor | None]
 
@@ -63,7 +64,7 @@ def remove_adapters(directory: Path) -> None:
 
 def holds_adapters(directory: Path) -> bool:
     """Tell whether ``from_pretrained`` would find an adapter in ``directory``."""
-    return (directory / _OF_ADAPTERS[0]).is_file()
+    return (directory / ADAPTER_CONFIG).is_file()
 
 
 def floating_dtype(name: str) -> torch.dtype:
