@@ -56,6 +56,7 @@ from lightning_automodel.strategies.submodels import (
     check_switches_find_work,
     find_own_parameters,
     find_submodels,
+    names_of_own_parameters,
     no_experts,
     no_plan,
     refuse_additions,
@@ -332,7 +333,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        explain_use_of_shards(exception)
+        explain_use_of_shards(exception, own=names_of_own_parameters(self._lightning_module))
 
     @override
     def after_evaluation_step(self, output: Any) -> Any:

@@ -1,6 +1,6 @@
 """Says what is to be done where code of a user's meets shards: a gradient that nobody reduced, and torch's errors."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +21,10 @@ _OUTSIDE = (
     "embedding.weight.full_tensor()), for example). What averages parameters into those of another model (a momentum "
     "encoder, a teacher) belongs before the first forward pass of the step, too, or into on_train_batch_start: behind "
     "it some of them are whole copies until the backward pass"
+)
+_BY_NAME = (
+    "what the LightningModule holds itself ({name}) is a plain tensor within a step if it is read as self.{name}, and "
+    "a DTensor if parameters() or named_parameters() give it. If it is not that: {instead}"
 )
 _INTO = (
     "a plain tensor goes into a sharded parameter or gradient. Make it like the other one, which draws and cuts it as "
@@ -95,17 +99,20 @@ _INSTEAD_OF_ROWS = {
 }
 
 
-def explain_use_of_shards(error: BaseException, of_rows: bool = False) -> None:
+def explain_use_of_shards(error: BaseException, of_rows: bool = False, own: Iterable[str] = ()) -> None:
     """Put the way out before the words of torch, where ``error`` is one that it raises of shards.
 
     Args:
         error: gets other words, in place.
         of_rows: shards are those of Megatron-FSDP, in uneven numbers of rows.
+        own: names of parameters that the LightningModule holds itself, as its code reads them.
     """
+    name = next(iter(own), None)
     if error.args and isinstance(text := error.args[0], str):
         for words, instead in (_INSTEAD_OF_ROWS if of_rows else _INSTEAD).items():
             if words in text and instead not in text:
-                error.args = (f"{instead}. torch says: {text}", *error.args[1:])
+                said = _BY_NAME.format(name=name, instead=instead) if name and instead is _OUTSIDE else instead
+                error.args = (f"{said}. torch says: {text}", *error.args[1:])
 
 
 def refuse_unreduced(module: nn.Module, units: Collection[FSDPModule]) -> None:

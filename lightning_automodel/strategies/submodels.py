@@ -1,5 +1,6 @@
 """Finds what a LightningModule holds that must be made parallel: Hugging Face models, and layers beside them."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,12 @@ def find_own_parameters(root: nn.Module, submodels: Sequence[Submodel]) -> list[
                 "that one is sharded where its layer is; take it from there where it is used"
             )
     return places
+
+
+def names_of_own_parameters(root: nn.Module | None) -> list[str]:
+    """List how code of ``root`` reads the parameters that no submodel holds: ``temperature``, ``weights[0]``."""
+    places = (part for part in _parts(root, "") if isinstance(part, Place)) if root is not None else ()
+    return [re.sub(r"\.(\d+)", r"[\1]", place.path) for place in places]
 
 
 def refuse_own_parameters(root: nn.Module) -> None:

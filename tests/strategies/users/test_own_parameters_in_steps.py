@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.users.test_habits_of_steps import Steps, compare, fitted
@@ -148,7 +149,25 @@ class BySamplesByHand(Stepping):
         return loss
 
 
-KINDS = (ClipsItsOwn, GivenData, ChosenOnce, ChosenByName, Counting, FailsOnce, FailsOnceByStrategy, BySamplesByHand)
+class ReadAsWhole(Scaled):
+    """Takes a parameter from a dict of all of them, and the whole tensor of it."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        found = dict(self.named_parameters())["temperature"]
+        return super().loss(batch) * (found.full_tensor() if isinstance(found, DTensor) else found)
+
+
+KINDS = (
+    ClipsItsOwn,
+    GivenData,
+    ChosenOnce,
+    ChosenByName,
+    Counting,
+    FailsOnce,
+    FailsOnceByStrategy,
+    BySamplesByHand,
+    ReadAsWhole,
+)
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
@@ -195,3 +214,33 @@ class KeepsGraph(Stepping):
 @pytest.mark.parametrize("layout", with_long(["fsdp2-dp2", "fsdp2-tp2"], "fsdp2-tp2"))
 def test_a_graph_from_before_a_step_is_an_error(layout: str, pool2: Pool) -> None:
     assert all(found["numbers"] for found in pool2.run(fitted, KeepsGraph, layout, trainer=True))
+
+
+class ReadByName(Scaled):
+    """Takes a parameter from a dict of all of them, in the place of the attribute."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * dict(self.named_parameters())["temperature"]
+
+
+class ReadFromList(Steps):
+    """Holds parameters in a list only."""
+
+    def change(self) -> None:
+        self.other = None
+        self.weights = nn.ParameterList([torch.ones(()), torch.ones(2)])
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * next(self.weights.parameters())
+
+
+def said_of(kind: type[Steps]) -> str:
+    """Runs on each rank."""
+    with pytest.raises(RuntimeError, match="mixed torch") as caught:
+        fitted(kind, "fsdp2-dp2")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "way"), [(ReadByName, "self.temperature"), (ReadFromList, "self.weights[0]")])
+def test_what_is_read_by_name_is_told_its_attribute(kind: type[Steps], way: str, pool2: Pool) -> None:
+    assert all(f"if it is read as {way}" in text for text in pool2.run(said_of, kind, trainer=True))
