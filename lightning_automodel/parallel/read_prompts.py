@@ -1,5 +1,7 @@
-"""Prompts that peft reads as they stand, past the forward pass of their encoder: those of saved adapters."""
+"""Prompts that peft reads past the forward pass of their encoder (of saved adapters), and models without theirs."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,14 @@ _PROMPTS = "prompt_encoder"
 
 
 def install_reading_of_prompts(root: nn.Module) -> None:
-    """Let models of peft below ``root`` read a saved prompt in a pass of its encoder, in which its shards are whole."""
+    """Let models of peft below ``root`` read a saved prompt in a pass of its encoder, in which its shards are whole.
+
+    Where ``disable_adapter()`` leaves prompts out, they call the model that they hold.
+    """
     for module in root.modules():
         if _PROMPTS in own_children(module) and hasattr(module, "get_prompt"):
             module.get_prompt = MethodType(_get_prompt, module)  # type: ignore[assignment]
+            module.disable_adapter = MethodType(_disable_adapter, module)  # type: ignore[assignment]
 
 
 def _get_prompt(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,6 +37,14 @@ def _get_prompt(model: Any, *args: Any, **kwargs: Any) -> Any:
         return type(model).get_prompt(model, *args, **kwargs)
     finally:
         children[_PROMPTS] = encoders
+
+
+@contextmanager
+def _disable_adapter(model: Any) -> Generator[None, None, None]:
+    with type(model).disable_adapter(model):
+        if model.active_peft_config.is_prompt_learning:
+            model.forward = model.base_model.__call__  # peft takes its forward, past the hooks that put slices in place
+        yield
 
 
 def _read(encoder: Any) -> Tensor:

@@ -91,6 +91,26 @@ def test_prompts_that_peft_reads_as_they_stand_are_exact(sizes: dict[str, int], 
         assert max(found.values()) < 1e-5, found
 
 
+def beside_reference(sizes: dict[str, int]) -> tuple[list[float], list[float]]:
+    """Runs on each rank: losses with a prompt, without it, and with it again, on the mesh and on one process."""
+    found = []
+    for model in (prompted("prompt"), parallelize(prompted("prompt"), build_mesh(resolve_sizes(2, **sizes), "cpu"))):
+        losses = [model(**rows("prompt")).loss]
+        with torch.no_grad(), model.disable_adapter():
+            losses.append(model(**rows("prompt")).loss)
+        losses.append(model(**rows("prompt")).loss)
+        sum(losses).backward()
+        gradient = next(p.grad for p in model.prompt_encoder.parameters())
+        found.append([*(float(loss.detach()) for loss in losses), float(whole(gradient).norm())])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_the_model_without_its_prompt_is_a_reference(sizes: dict[str, int], pool2: Pool) -> None:
+    for expected, actual in pool2.run(beside_reference, sizes):
+        assert actual == pytest.approx(expected, rel=1e-5)
+
+
 def refusals(sizes: dict[str, int], methods: list[str]) -> dict[str, str]:
     """Runs on each rank."""
     found = {}
