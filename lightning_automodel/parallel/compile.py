@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +27,24 @@ from lightning_automodel._compat.transformers.models import (
     set_test_of_packing,
 )
 from lightning_automodel.distributed.logs import log, warn_once
+from lightning_automodel.modules.caches import (
+    has_cache,
+    leave_out_cache,
+    named_arguments,
+    refuse_left_out,
+    taking_caches,
+)
 from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.kept_states import has_been_watched, may_keep_something
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks
-from lightning_automodel.parallel.activation_checkpointing.blocks import has_cache, is_checkpointed, without_cache
+from lightning_automodel.parallel.activation_checkpointing.blocks import is_checkpointed
 from lightning_automodel.parallel.experts.seam import holds_seam, is_seam
 from lightning_automodel.parallel.tensor.partial_sums import is_followed
 from lightning_automodel.parallel.tensor.sliced_draws import draws_in_slices
 from lightning_automodel.parallel.tensor.written_inputs import writes_into_inputs
+
+_CACHE_IS_ASKED_FOR: ContextVar[bool] = ContextVar("cache_is_asked_for", default=False)
+"""Whether a user gave the pass that runs a cache, or asked for one."""
 
 
 def apply_compile(model: nn.Module, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
@@ -46,6 +57,8 @@ def apply_compile(model: nn.Module, *, backend: str = "inductor", dynamic: bool 
     if not blocks:
         raise ValueError(f"enable_compile=True compiles repeated blocks, and {type(model).__name__} has none")
     compile_blocks(blocks.values(), backend=backend, dynamic=dynamic)
+    for holder in taking_caches(model):
+        wrap_forward(holder, _heeding_caches)
     log(f"{type(model).__name__}: {len(blocks)} blocks are compiled ({backend}, dynamic={dynamic})")
 
 
@@ -53,7 +66,8 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor", dy
     """Compiles ``blocks`` with ``torch.compile``, in place; names and checkpoints stay as they are.
 
     Collectives of tensor parallelism are part of the graph; what FSDP2 does stands around it. In training no cache of
-    keys and values is kept; in evaluation calls with a cache, which grows with every token, run uncompiled.
+    keys and values is kept, unless a user gives or asks for one; calls with such a cache, and those of evaluation,
+    where it grows with every token, run uncompiled.
 
     Args:
         blocks: that share a compilation where they are alike.
@@ -112,8 +126,8 @@ class _CompiledForward:
         """Run ``forward``, of ``block`` or of a part of it, in one graph (``whole``) or in several."""
         if _is_eager(block) or (whole and _keeps_something(block)):
             return forward(*args, **kwargs)
-        if block.training:
-            kwargs = without_cache(kwargs)
+        if block.training and not _CACHE_IS_ASKED_FOR.get():
+            kwargs = leave_out_cache(kwargs)
         elif has_cache(kwargs):
             return forward(*args, **kwargs)
         recordings = recordings_of_call()
@@ -124,6 +138,22 @@ class _CompiledForward:
         for key, values in recorded.items():
             recordings[key] += values
         return output
+
+
+def _heeding_caches(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    given = named_arguments(module, args, kwargs)
+    refuse_left_out(module, given)
+    if not (module.training and (has_cache(given) or given.get("use_cache") is True)):
+        return forward(*args, **kwargs)
+    warn_once(
+        f"{class_names(module)[0]}: compiled blocks run uncompiled in passes of training that are given "
+        "past_key_values, or use_cache=True"
+    )
+    before = _CACHE_IS_ASKED_FOR.set(True)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _CACHE_IS_ASKED_FOR.reset(before)
 
 
 def _is_eager(block: nn.Module) -> bool:

@@ -3,7 +3,8 @@
 FSDP2 hooks onto the tensors that a module returns: their gradients tell it when to gather the module's parameters, and
 that gradients are to be reduced. It looks for them in tuples, dicts and dataclasses, and not in an object of another
 class. A model without blocks that returned such an object trained without a word: on each rank with the gradients of
-its own samples.
+its own samples. Nor does it look into caches of keys and values, through which the loss of a pass reaches the blocks of
+passes before it.
 """
 
 import gc
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 
 from lightning_automodel._compat.fsdp2.units import watch_outputs
 from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel.modules.caches import new_in_caches
 
 _DEPTH = 4  # of containers in an object
 _ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refers to, and does not hold
 
 
 def watch_hidden_outputs(module: nn.Module) -> None:
-    """Show FSDP2, of which ``module`` is a unit, the tensors that an output hides from it."""
-    module.register_forward_hook(_watch)
+    """Show FSDP2, of which ``module`` is a unit, the tensors that an output, or a cache, hides from it."""
+    module.register_forward_hook(_watch, with_kwargs=True)
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -32,10 +34,11 @@ def differentiable(output: Any) -> list[Tensor]:
     return _shown(output) or _hidden(output)
 
 
-def _watch(module: nn.Module, args: tuple, output: Any) -> None:
-    if isinstance(output, Tensor) or not torch.is_grad_enabled() or _shown(output):
+def _watch(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    if not torch.is_grad_enabled():
         return
-    if hidden := _hidden(output):
+    hidden = [] if isinstance(output, Tensor) or _shown(output) else _hidden(output)
+    if hidden or (hidden := new_in_caches(kwargs)):
         watch_outputs(module, hidden)
 
 

@@ -4,10 +4,9 @@ What is computed again sees the parameters, the sequence length, the random numb
 forward pass.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +19,13 @@ from lightning_automodel._compat.transformers.experts import replace_grouped_pro
 from lightning_automodel._compat.transformers.models import checkpoint_function, checkpoints_with_cache
 from lightning_automodel.config.activation_checkpointing import SCOPES, Mode, Scope, check_checkpointing, scopes_of
 from lightning_automodel.distributed.logs import log, warn_once
+from lightning_automodel.modules.caches import (
+    has_cache,
+    leave_out_cache,
+    named_arguments,
+    refuse_left_out,
+    taking_caches,
+)
 from lightning_automodel.modules.forward import (
     Around,
     Context,
@@ -39,7 +45,6 @@ from lightning_automodel.modules.structure import (
 )
 from lightning_automodel.parallel.activation_checkpointing.selective import SELECTIVE, Contexts, keeping_routes, saving
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _BLOCK = "_block_of_checkpointed_part"
 _CHOSEN = "_checkpointed_by_config"
 _SWITCH = "_checkpointed_if_asked"
@@ -73,7 +78,7 @@ def apply_activation_checkpointing(
         raise ValueError(_nothing_found(model, scope))
     for block in find_blocks(model).values():
         _install_switch(block)
-    for holder in _taking_caches(model):
+    for holder in taking_caches(model):
         holder.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
     for block in chosen:
         block.__dict__[_CHOSEN] = True
@@ -138,7 +143,7 @@ def _checkpointed(module: nn.Module, mode: Mode, offload: bool) -> Around:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if not checkpoints_with_cache(module):
-            kwargs = without_cache(kwargs)  # it would be written a second time
+            kwargs = leave_out_cache(kwargs)  # it would be written a second time
         with _kept_on_host(args) if offload else nullcontext():
             return _checkpoint(checkpoint, module, partial(forward, **kwargs), args, eager, in_graph)
 
@@ -194,7 +199,7 @@ def _checkpointed_if_asked(module: nn.Module) -> Around:
                 return forward(*args, **kwargs)
             function, contexts = _as_asked(module)
             if not checkpoints_with_cache(module):
-                kwargs = without_cache(kwargs)
+                kwargs = leave_out_cache(kwargs)
             return _checkpoint(function, module, partial(forward, **kwargs), args, [*eager, *contexts], in_graph)
         finally:
             module.gradient_checkpointing = True  # type: ignore[assignment]
@@ -229,26 +234,12 @@ def _off_again(module: nn.Module) -> Context:
 # ---- caches ----------------------------------------------------------------------------------------------------------
 
 
-def _taking_caches(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the outermost modules around blocks that a user may give a cache of keys and values."""
-    ends = list(find_blocks(model))
-    for name, module in model.named_modules():
-        if outermost(ends, name) is None and not {*_CACHES, "cache"}.isdisjoint(_arguments(module)):
-            yield module
-            ends.append(name)
-            if module is model:
-                return
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    return list(signature(type(module).forward).parameters)[1:]
-
-
 def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Refuse a cache that a user gives to a model whose blocks are computed again: they would go on without it."""
+    given = named_arguments(module, args, kwargs)
+    refuse_left_out(module, given)
     if not (module.training and torch.is_grad_enabled()):
         return
-    given = {**dict(zip(_arguments(module), args, strict=False)), **kwargs} if args else kwargs
     if has_cache(given) and any(is_checkpointed(block) for block in find_blocks(module).values()):
         raise ValueError(
             f"{class_names(module)[0]} trains with activation checkpointing, which computes blocks again without a "
@@ -259,25 +250,6 @@ def _refuse_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 
 # ---- contexts --------------------------------------------------------------------------------------------------------
-
-
-def has_cache(kwargs: dict[str, Any]) -> bool:
-    """Tells whether a block is called with a cache of keys and values."""
-    return any(value is not None and _is_cache(name, value) for name, value in kwargs.items())
-
-
-def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Removes from a block's arguments the cache of keys and values that transformers' configs ask for by default."""
-    kwargs = {name: None if _is_cache(name, value) else value for name, value in kwargs.items()}
-    return kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
-
-
-def _is_cache(name: str, value: Any) -> bool:
-    """Tells whether an argument is a cache; transformers calls it ``cache`` from 5.24 on.
-
-    In a block of one's own that may be a table of tensors (of rotary embeddings), which stays.
-    """
-    return name in _CACHES or (name == "cache" and not isinstance(value, torch.Tensor | Sequence | Mapping))
 
 
 def is_checkpointed(block: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.config.imports import import_classes_from_paths
+from lightning_automodel.modules.caches import new_in_caches
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.hidden_outputs import differentiable
 
@@ -82,7 +83,8 @@ def take_outputs(units: Iterable[nn.Module]) -> None:
 
 def watch_changed_outputs(units: Iterable[nn.Module], gather: Callable[[nn.Module], None]) -> None:
     """Call ``gather`` with a unit to whose backward pass autograd comes without the library's hook: it stands on a view
-    of the output, and autograd makes another view where code writes into that (``x = block(x); x += 1``).
+    of the output, and autograd makes another view where code writes into that (``x = block(x); x += 1``); or a later
+    pass has read keys and values that the unit left in a cache.
 
     Called behind the library's hooks, and behind :func:`take_outputs`.
     """
@@ -97,9 +99,9 @@ def _watch_bases(
     bases = {id(base): base for tensor in differentiable(output) if (base := base_of(tensor)) is not None}
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     entered = {id(each) for tensor in given for each in (tensor, base_of(tensor))}
-    for base in bases.values():
-        if not base.is_leaf and id(base) not in entered:
-            base.register_hook(lambda _: gather(unit))
+    left = [base for base in bases.values() if not base.is_leaf and id(base) not in entered]
+    for tensor in (*left, *(new_in_caches(kwargs) if torch.is_grad_enabled() else ())):
+        tensor.register_hook(lambda _: gather(unit))
 
 
 @torch.compiler.disable

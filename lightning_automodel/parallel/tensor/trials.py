@@ -28,7 +28,7 @@ from lightning_automodel._compat.fake.shapes import is_fake
 from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
-from lightning_automodel.parallel.activation_checkpointing.blocks import without_cache
+from lightning_automodel.modules.caches import without_cache
 from lightning_automodel.parallel.tensor.beside import beside, note_whole
 from lightning_automodel.parallel.tensor.trial_weights import (
     Tried,

@@ -17,7 +17,7 @@ from lightning_automodel._compat.torch.modules import own_buffers, own_parameter
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode, argument_of
 from lightning_automodel._compat.transformers.models import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
-from lightning_automodel.parallel.activation_checkpointing.blocks import without_cache
+from lightning_automodel.modules.caches import without_cache
 
 
 def twin_of(block: nn.Module) -> nn.Module:

@@ -13,11 +13,8 @@ from transformers import DynamicCache
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel.activation_checkpointing.blocks import (
-    apply_activation_checkpointing,
-    has_cache,
-    without_cache,
-)
+from lightning_automodel.modules.caches import has_cache, without_cache
+from lightning_automodel.parallel.activation_checkpointing.blocks import apply_activation_checkpointing
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.exactness.test_composite import build as build_llava
