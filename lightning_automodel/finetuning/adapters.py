@@ -7,9 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
-from lightning_automodel.checkpointing.hugging_face.models import ADAPTER_CONFIG, holds_adapters
+from lightning_automodel.checkpointing.hugging_face.models import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    holds_adapters,
+)
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.distributed.logs import log_once
 from lightning_automodel.modules.four_bit import count_weights
@@ -53,7 +58,7 @@ def adapter_config(peft: Any) -> Any:
 def _saved_config(name: str) -> Any:
     from peft import PeftConfig
 
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir() and not holds_adapters(folder):
         held = ", ".join(sorted(path.name for path in folder.iterdir())[:_MOST_LISTED]) or "nothing"
         raise ValueError(f"peft={name!r} holds no {ADAPTER_CONFIG} (it holds {held}); give what save_pretrained wrote")
@@ -61,8 +66,23 @@ def _saved_config(name: str) -> Any:
         config = PeftConfig.from_pretrained(name)
     except ValueError as error:
         raise ValueError(f"peft={name!r} is no saved adapter (here: {Path.cwd()}): {error}") from error
+    except KeyError as error:
+        raise ValueError(f"peft={name!r} is of peft_type {error}, which this version of peft does not know") from error
     config.inference_mode = False  # as it was before peft saved it
     return config
+
+
+def check_adapter(peft: Any) -> None:
+    """Refuse what :func:`add_adapter` could not add to any model; the arguments are its own.
+
+    Raises:
+        ValueError: for what :func:`adapter_config` refuses, or a directory without weights.
+    """
+    adapter_config(peft)
+    folder = Path(peft) if isinstance(peft, str) else None
+    if folder is not None and folder.is_dir() and not any((folder / file).is_file() for file in ADAPTER_WEIGHTS):
+        held = ", ".join(sorted(path.name for path in folder.iterdir())[:_MOST_LISTED])
+        raise ValueError(f"the adapter {peft!r} has none of {', '.join(ADAPTER_WEIGHTS)} (it holds {held})")
 
 
 def add_adapter(model: Any, peft: Any) -> Any:
@@ -105,15 +125,25 @@ def refuse_saved_prompt(peft: Any) -> None:
 def _read_adapter(model: Any, name: str, config: Any) -> Any:
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", _INCOMPLETE)
-        try:
-            return PeftModel.from_pretrained(model, name, is_trainable=not config.is_prompt_learning)
-        except (UserWarning, RuntimeError) as error:
-            raise ValueError(
-                f"the adapter {name!r} (made for {config.base_model_name_or_path!r}) is of another model than "
-                f"{getattr(model, 'name_or_path', '')!r}: {' '.join(str(error).split())[:_LONGEST]}"
-            ) from error
+    trains, reason = not config.is_prompt_learning, ""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", _INCOMPLETE)
+            adapted: Any = PeftModel.from_pretrained(model, name, is_trainable=trains)
+        if trains:  # else a prompt, which lies beside the layers
+            again = adapted.load_adapter(name, "default", is_trainable=True)
+            if again.unexpected_keys:  # of which from_pretrained says nothing
+                reason = f"it holds more, {', '.join(again.unexpected_keys)}"
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"the adapter {name!r} cannot be read: {error}; copy or export it anew") from error
+    except (UserWarning, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+    if reason:
+        raise ValueError(
+            f"the adapter {name!r} (made for {config.base_model_name_or_path!r}) is of another model than "
+            f"{getattr(model, 'name_or_path', '')!r}: {reason[:_LONGEST]}"
+        )
+    return adapted
 
 
 def _check_targets(field: str, targets: Any, names: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.finetuning.adapters import (
-    adapter_config,
     add_adapter,
+    check_adapter,
     freeze,
     refuse_saved_prompt,
     report_trainable,
@@ -87,19 +87,14 @@ class CausalLM(L.LightningModule):
         super().__init__()
         found = Pretrained.of(model)
         found.check(from_scratch=from_scratch)
-        if found.adapter is not None and peft is not None:
-            raise ValueError(
-                f"model={model!r} is an adapter, and peft={peft!r} would be a second one; leave one of them out, or "
-                f"merge the first into its base ({found.model!r}) and train that"
-            )
-        peft = found.adapter or peft
+        peft = found.added(peft)
         self.model_name, self.tokenizer_name = found.model, found.holder_of(self.tokenizer_file)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.model_kwargs = model_kwargs or {}
         self.from_scratch = from_scratch
         if peft is not None:
-            adapter_config(peft)  # a mistake in it is said before anything is started
+            check_adapter(peft)  # a mistake in it is said before anything is started
         self.peft, self.freeze_patterns, self.saves_base = peft, freeze or [], saves_base
         self.model: Any = None
         self.metrics = torch.nn.ModuleDict(

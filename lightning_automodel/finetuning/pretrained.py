@@ -3,6 +3,7 @@ size that does not fit.
 """
 
 import json
+import os
 from collections.abc import Container, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,21 +38,36 @@ class Pretrained:
     adapter: str | None = None
 
     @classmethod
-    def of(cls, name: str) -> Self:
+    def of(cls, name: str | os.PathLike[str]) -> Self:
         """Finds what ``name`` stands for: a model, or an adapter, whose directory names the model that it was made for.
 
         Raises:
             ValueError: for an adapter that does not say so.
         """
-        folder = Path(name).expanduser()
-        if not holds_adapters(folder):
+        name = as_name(name)
+        if not holds_adapters(Path(name)):
             return cls(name)
-        return cls(_base_of(folder), name)
+        return cls(_base_of(Path(name)), name)
+
+    def added(self, peft: Any) -> Any:
+        """Return what is added to the model: its adapter, else ``peft``, a config or what :func:`as_name` takes.
+
+        Raises:
+            ValueError: for both.
+        """
+        if self.adapter is None:
+            return as_name(peft) if isinstance(peft, str | os.PathLike) else peft
+        if peft is not None:
+            raise ValueError(
+                f"model={self.adapter!r} is an adapter, and peft={peft!r} would be a second one; leave one of them "
+                f"out, or merge the first into its base ({self.model!r}) and train that"
+            )
+        return self.adapter
 
     def holder_of(self, file: str) -> str:
         """Return where to read what ``file`` describes: the adapter's directory if it holds that, else the model's."""
         adapter = self.adapter
-        return adapter if adapter is not None and (Path(adapter).expanduser() / file).is_file() else self.model
+        return adapter if adapter is not None and (Path(adapter) / file).is_file() else self.model
 
     def check(self, *, from_scratch: bool = False) -> None:
         """Refuses a directory that ``from_pretrained`` could not load. Names on the hub pass.
@@ -83,7 +99,12 @@ def _base_of(folder: Path) -> str:
             f"model={str(folder)!r} is an adapter whose {path.name} does not say for which model "
             "(base_model_name_or_path); give that as model, and the adapter as peft"
         )
-    return str(base)
+    return as_name(base)
+
+
+def as_name(name: str | os.PathLike[str]) -> str:
+    """Return a directory, or a name on the hub, as transformers and peft take it: text, without "~"."""
+    return os.path.expanduser(os.fspath(name))
 
 
 def check_weights(model: str, from_scratch: bool = False) -> None:

@@ -25,8 +25,8 @@ def names_from_files(model: nn.Module) -> frozenset[str]:
 
 
 def forget_files(model: nn.Module, changed: Iterable[str]) -> None:
-    """Forget parameters that are not as in the files any more, by their present names."""
-    names = {name_without_wrappers(name) for name in changed}
+    """Forget parameters that are not as in the files any more, by their present names. Copies that train are others."""
+    names = {name_without_wrappers(name) for name in changed if not _is_copy(name)}
     vars(model)[_FROM_FILES] = names_from_files(model) - names
 
 
@@ -55,9 +55,12 @@ def _bases(module: nn.Module) -> Iterator[str]:
         if not names or not _is_unchanged(model):
             continue
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            is_copy = ".modules_to_save." in name
-            if not parameter.requires_grad and not is_copy and name_without_wrappers(name) in names:
+            if not parameter.requires_grad and not _is_copy(name) and name_without_wrappers(name) in names:
                 yield f"{prefix}.{name}" if prefix else name
+
+
+def _is_copy(name: str) -> bool:
+    return ".modules_to_save." in name
 
 
 def _is_unchanged(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def plan_of(model: nn.Module, run: Run, hardware: Hardware, watched: Watched, ba
     )
 
 
-def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str] = ()) -> nn.Module:
+def build(model: str | PathLike[str] | PreTrainedConfig, peft: Any = None, frozen: Iterable[str] = ()) -> nn.Module:
     """Make a causal language model, or one that reads images and writes text, on the meta device, from its config.
 
     Args:
@@ -118,11 +119,12 @@ def build(model: str | PreTrainedConfig, peft: Any = None, frozen: Iterable[str]
         frozen: patterns of what does not train, as ``CausalLM(freeze=...)`` takes them.
 
     Raises:
-        ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers.
+        ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers,
+            or is an adapter beside ``peft``.
     """
-    if isinstance(model, str):
+    if isinstance(model, str | PathLike):
         found = Pretrained.of(model)
-        config, peft = find_config(found.model, {}), found.adapter or peft
+        config, peft = find_config(found.model, {}), found.added(peft)
     else:
         config = model
     keep_no_cache(config)

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import FSDP2TPStrategy
+from lightning_automodel.checkpointing.files.reading import read_checkpoint
+from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.cli import main
 from lightning_automodel.command.text import Sampling, generate
 from lightning_automodel.finetuning import CausalLM, HuggingFaceExport
@@ -114,6 +116,16 @@ def test_is_judged_spoken_to_and_planned(
     planned, asked = build(str(adapter)), build(str(model_dir), LORA)
     trains = [[(n, p.shape) for n, p in m.named_parameters() if p.requires_grad] for m in (planned, asked)]
     assert trains[0] == trains[1] != []
+    with pytest.raises(ValueError, match=rf"'{adapter}' is an adapter, and peft=.* would be a second one"):
+        build(str(adapter), LORA)
+
+
+def test_checkpoints_hold_what_trains(model_dir: Path, adapter: Path, tmp_path: Path) -> None:
+    module, trainer = CausalLM(str(adapter)), _trainer(tmp_path, {}, max_steps=1)
+    trainer.fit(module, data_of(model_dir, tmp_path))
+    trainer.save_checkpoint(tmp_path / "1.ckpt")
+    names = set(read_checkpoint(Location.of(tmp_path / "1.ckpt"))["state_dict"])
+    assert names == {name for name, parameter in module.named_parameters() if parameter.requires_grad} != set()
 
 
 def test_brings_its_tokenizer(model_dir: Path, adapter: Path, tmp_path: Path) -> None:
@@ -158,6 +170,31 @@ def test_what_cannot_be_read_is_said_before_anything_is_started(model_dir: Path,
     path.write_text("{")
     with pytest.raises(ValueError, match=rf"a file of '{adapter}' is no JSON"):
         CausalLM(str(adapter))
+    path.write_text(json.dumps({**config, "peft_type": "NEWER"}))
+    with pytest.raises(ValueError, match=rf"peft='{adapter}' is of peft_type 'NEWER', which this version of peft"):
+        CausalLM(str(adapter))
+    path.write_text(json.dumps(config))
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=rf"the adapter '{adapter}' cannot be read: .*; copy or export it anew"):
+        CausalLM(str(adapter)).configure_model()
+    weights.unlink()
+    with pytest.raises(ValueError, match=rf"'{adapter}' has none of adapter_model.safetensors, .*holds README.md, ada"):
+        CausalLM(str(adapter))
+
+
+def test_paths_are_taken_as_users_write_them(
+    model_dir: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").symlink_to(model_dir)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "~/base"}))
+    for model, peft in (("~/adapter", None), (adapter, None), ("~/base", "~/adapter"), (Path("~/base"), adapter)):
+        module = CausalLM(model, peft=peft)  # type: ignore[arg-type]
+        module.configure_model()
+        assert (module.model_name, module.peft) == (str(tmp_path / "base"), str(adapter))
+        assert build(model, peft).get_base_model().lm_head.modules_to_save  # type: ignore[operator,union-attr]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +202,11 @@ def test_what_cannot_be_read_is_said_before_anything_is_started(model_dir: Path,
     [
         ({"num_hidden_layers": 3}, ["q_proj", "o_proj"], r"is of another model than .*missing.*layers\.2\.self_attn"),
         ({"intermediate_size": 48}, "all-linear", r"is of another model than .*size mismatch"),
+        (
+            {"num_hidden_layers": 1},
+            ["q_proj", "o_proj"],
+            r"is of another model than .*holds more, .*layers\.1\.self_attn",
+        ),
         ({"num_hidden_layers": 1}, "all-linear", r"target_modules of peft: 'model\.layers\.1\..* match nothing"),
     ],
 )

@@ -33,7 +33,8 @@ from lightning_automodel.modules.ties import untied_names
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
-_OF_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_OF_ADAPTERS = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 """For which ``from_pretrained`` looks first: it reads the base that these name, and not the model beside them."""
 Fetch = Callable[[str], Tensor | None]
 
