@@ -42,5 +42,21 @@ def warn_of_other_ranks(loader: Any, before: int, now: int) -> None:
         )
 
 
+def holds_one_position(checkpoint: Mapping[str, Any]) -> bool:
+    """Tell whether there are states of loaders of rank 0 alone, as Lightning's own strategies save them."""
+    return not checkpoint.get(POSITIONS) and bool(_fit_loop(checkpoint).get(_LOADER))
+
+
+def warn_of_one_position(loader: Any, now: int) -> None:
+    """Warn that the state of ``loader``, if there is one, is that of one rank among nobody knows how many."""
+    if loader is not None:
+        warn_once(
+            f"the checkpoint holds the state of {type(loader).__name__} on rank 0 only, as Lightning's own strategies "
+            f"save it, and does not say how many ranks read data: each of the {now} data ranks here goes on where it "
+            f"says. If the run before had not {now} as well, or other sizes of batches, some samples of this epoch are "
+            "seen twice and others not. Resume from the end of an epoch to continue exactly"
+        )
+
+
 def _fit_loop(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})

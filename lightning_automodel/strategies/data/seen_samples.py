@@ -41,7 +41,12 @@ from lightning_automodel._compat.lightning.progress import (
 )
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
-from lightning_automodel.strategies.data.positions import POSITIONS, warn_of_other_ranks
+from lightning_automodel.strategies.data.positions import (
+    POSITIONS,
+    holds_one_position,
+    warn_of_one_position,
+    warn_of_other_ranks,
+)
 from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
 from lightning_automodel.strategies.data.samplers import divides_itself, share_of_loader
 from lightning_automodel.strategies.data.shared_order import SharedOrder
@@ -111,6 +116,7 @@ class SeenSamples:
     def __init__(self) -> None:
         self._saved: Mapping[str, Any] = {}
         self._positions = 0  # data ranks whose loaders have told their states
+        self._is_of_one = False  # Lightning keeps those of rank 0
         self._surplus: dict[int, list[int]] = {}  # by epoch and loader: samples that whole batches do not account for
 
     def describe(self, trainer: "pl.Trainer", combined: CombinedLoader | None, data_size: int) -> dict[str, Any]:
@@ -124,6 +130,7 @@ class SeenSamples:
         """Keeps what a checkpoint says, for :meth:`go_on`."""
         self._saved = checkpoint.get(SEEN, {})
         self._positions = len(checkpoint.get(POSITIONS, []))
+        self._is_of_one = holds_one_position(checkpoint)
 
     def go_on(self, trainer: "pl.Trainer", combined: CombinedLoader, rank: int, size: int) -> None:
         """Lets the loaders give the rest of the epoch first, then whole ones, and the trainer count accordingly.
@@ -144,6 +151,8 @@ class SeenSamples:
             end_epoch(trainer)
         elif self._positions not in (0, size):
             warn_of_other_ranks(_with_own_position(loaders), self._positions, size)
+        elif self._is_of_one:
+            warn_of_one_position(next(filter(is_stateful, loaders), None), size)
         if not position.batches and has_begun_pass(trainer):
             combined.flattened = [_begun(loader, size, cycles(combined)) for loader in loaders]
         if not position.batches or len(before) != len(loaders):

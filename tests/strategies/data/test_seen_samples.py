@@ -1,5 +1,6 @@
 """A run that goes on within an epoch sees what is left of it, in the order of the run that was not stopped."""
 
+import re
 import warnings
 from itertools import islice
 from pathlib import Path
@@ -124,7 +125,7 @@ def record(kind: str, path: Path, size: int, count: int | None, resume: Path | N
     L.seed_everything(5, verbose=False)
     module = Watcher()
     callbacks = [] if count is None else [SaveAfter(path, count)]
-    run = make_trainer(DDPStrategy(), callbacks=callbacks, **{"max_epochs": 3, **settings})
+    run = make_trainer(settings.pop("strategy", DDPStrategy()), callbacks=callbacks, **{"max_epochs": 3, **settings})
     run.fit(module, data_of(kind, size), loader(2), ckpt_path=resume)
     return module
 
@@ -236,3 +237,36 @@ def test_a_state_of_other_data_ranks(
     said = Pool(nursery, ranks).run(warnings_of, tmp_path, count, resumes=True, trainer=True)[0]
     assert bool(said) == warns
     assert not warns or "on 2 data ranks, and there are 1 now" in said[0]
+
+
+def said_of_lightnings(path: Path, kind: str, count: int, *, resumes: bool) -> tuple[list[Step], list[str]]:
+    """Steps, and what is said of them; first with Lightning's own strategy."""
+    place: Any = (None, path) if resumes else (count, None)
+    other: dict[str, Any] = {} if resumes else {"strategy": "auto"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = record(kind, path, 2, *place, max_epochs=2, **other).steps
+    said = [str(each.message) for each in caught]
+    return steps, [one for one in said if "on rank 0 only" in one or "your dataloader is not resumable" in one]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [
+        ("with a state", 5, "Stateful on rank 0 only, .* each of the 2 data ranks"),
+        ("counted", 5, "ResumableLoader on rank 0 only"),
+        ("shuffled", 5, "your dataloader is not resumable"),
+        ("with a state", 12, None),
+    ],
+)
+def test_what_lightnings_own_strategy_saved_says_little(
+    kind: str, count: int, expected: str | None, nursery: Nursery, pool2: Pool, tmp_path: Path
+) -> None:
+    """Nothing of sizes: the count of batches goes on, behind a state of rank 0, or none."""
+    path = tmp_path / "x.ckpt"
+    _, none = Pool(nursery, 1).run(said_of_lightnings, path, kind, count, resumes=False, trainer=True)[0]
+    steps, said = pool2.run(said_of_lightnings, path, kind, count, resumes=True, trainer=True)[0]
+    assert not none
+    assert steps[0][:3] == (count // 12, count % 12, count)
+    assert len(said) == (expected is not None)
+    assert expected is None or re.search(expected, said[0])
