@@ -37,6 +37,7 @@ from transformers import GenerationMixin
 from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 from lightning_automodel.parallel.lone_parts import gather_only, own_parameters_whole, parts_of
+from lightning_automodel.parallel.read_prompts import keeping_prompts
 
 _ROOT = "_model_that_generates_in_step"
 _ENCODED = ("encoder_outputs", "attention_mask")
@@ -98,7 +99,7 @@ def _in_step(generate: Callable[..., Any], data: DeviceMesh, fills_towers: bool)
             with _generating[-1].tokens_of(self):
                 return generate(self, *args, **kwargs)
         rounds = _Rounds(vars(self)[_ROOT], data, fills_towers)
-        with own_parameters_whole(self), rounds.tokens_of(self), rounds.parts():
+        with own_parameters_whole(self), keeping_prompts(), rounds.tokens_of(self), rounds.parts():
             output = generate(self, *args, **kwargs)
         rounds.end()
         return output

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,21 @@ from lightning_automodel.modules.wrappers import TASKS
 
 _PROMPTS = "prompt_encoder"
 """Where peft's models hold encoders, by the names of adapters."""
+
+
+_KEPT: ContextVar[dict[Any, Tensor] | None] = ContextVar("prompts_of_a_generation", default=None)
+
+
+@contextmanager
+def keeping_prompts() -> Generator[None, None, None]:
+    """Read a prompt once within this context: a model without a cache asks for it before each token of ``generate``,
+    and ranks that share its encoder's shards ask unlike often.
+    """
+    before = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(before)
 
 
 def install_reading_of_prompts(root: nn.Module) -> None:
@@ -27,6 +43,16 @@ def install_reading_of_prompts(root: nn.Module) -> None:
 
 
 def _get_prompt(model: Any, *args: Any, **kwargs: Any) -> Any:
+    kept, asked = _KEPT.get(), (id(model), model.active_adapter, args, tuple(kwargs.items()))
+    if kept is not None and asked in kept:
+        return kept[asked]
+    prompt = _read_prompt(model, *args, **kwargs)
+    if kept is not None and isinstance(prompt, Tensor):  # a cache of keys and values grows
+        kept[asked] = prompt
+    return prompt
+
+
+def _read_prompt(model: Any, *args: Any, **kwargs: Any) -> Any:
     config, name = model.active_peft_config, model.active_adapter
     if not config.inference_mode or config.peft_type == TASKS:  # which calls its encoder
         return type(model).get_prompt(model, *args, **kwargs)

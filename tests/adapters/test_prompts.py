@@ -111,6 +111,23 @@ def test_the_model_without_its_prompt_is_a_reference(sizes: dict[str, int], pool
         assert actual == pytest.approx(expected, rel=1e-5)
 
 
+def answers(sizes: dict[str, int], use_cache: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs on each rank: answers of other lengths than the other rank's, on one process and on the mesh."""
+    found = []
+    for model in (prompted("encoder"), parallelize(prompted("encoder"), build_mesh(resolve_sizes(2, **sizes), "cpu"))):
+        model.base_model.config.use_cache = model.base_model.generation_config.use_cache = use_cache
+        asked = {"input_ids": rows("encoder")["input_ids"][:2], "do_sample": False, "use_cache": use_cache}
+        rank = dist.get_rank() if "dp_shard" in sizes else 0
+        found.append([model.eval().generate(**asked, max_new_tokens=3 + 3 * rank + more) for more in range(2)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_behind_a_prompt_ends_where_each_rank_ends(use_cache: bool, pool2: Pool) -> None:
+    for expected, actual in pool2.run(answers, {"dp_shard": 2}, use_cache):
+        assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+
+
 def refusals(sizes: dict[str, int], methods: list[str]) -> dict[str, str]:
     """Runs on each rank."""
     found = {}
