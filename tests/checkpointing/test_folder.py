@@ -113,6 +113,10 @@ def test_what_is_no_checkpoint(pool2: Pool, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt" / "meta.pt").unlink()
     with pytest.raises(ValueError, match=r"it has no meta\.pt"):
         read_checkpoint(Location.of(tmp_path / "x.ckpt"))
+    for file, kind in (("config.json", "an exported model"), ("adapter_config.json", "an exported adapter")):
+        (tmp_path / "x.ckpt" / file).write_text("{}")
+        with pytest.raises(ValueError, match=rf"it has no meta\.pt.*; it is {kind}"):
+            read_checkpoint(Location.of(tmp_path / "x.ckpt"))
     with pytest.raises(FileNotFoundError, match=r"^Checkpoint file not found: there is no checkpoint at"):
         read_checkpoint(Location.of(tmp_path / "y.ckpt"))
 

@@ -12,6 +12,12 @@ from lightning_automodel.checkpointing.files.folder import ALIASES, METADATA, OP
 from lightning_automodel.checkpointing.files.integrity import check_edition, edition_of, replaced, verify
 from lightning_automodel.checkpointing.files.storage import Location
 
+_EXPORTS = {
+    "adapter_config.json": "; it is an exported adapter, which trains on as CausalLM(peft=...) or model=..., and is "
+    "merged by `lightning-automodel export CHECKPOINT OUT --merge=true`, or by merge_and_unload() of peft",
+    "config.json": "; it is an exported model, which from_pretrained reads: a run begins with it as its model",
+}
+
 
 def read_checkpoint(path: Location, weights_only: bool | None = None) -> Checkpoint:
     """Reads a checkpoint of either kind, but not its tensors: ``dcp.fetch`` does, for each rank's part.
@@ -89,9 +95,10 @@ def refuse_part(path: Location) -> None:
 def _read_folder(path: Location, weights_only: bool | None) -> Checkpoint:
     if not (path / METADATA).is_file():
         inside = [name for name in path.names() if (path / name / METADATA).is_file()]
+        exported = next((said for file, said in _EXPORTS.items() if (path / file).is_file()), "")
         raise ValueError(
             f"{path} is not a checkpoint: it has no {METADATA}, which is written when all else is complete"
-            + (f"; it holds checkpoints, give one of them: {', '.join(inside)}" if inside else "")
+            + (f"; it holds checkpoints, give one of them: {', '.join(inside)}" if inside else exported)
         )
     checkpoint = _load(path / METADATA, weights_only)
     known = {f"{OPTIMIZER}{i}" for i in range(len(checkpoint.get("optimizer_states", [])))}
