@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import base_of
@@ -99,9 +100,11 @@ def _watch_bases(
     bases = {id(base): base for tensor in differentiable(output) if (base := base_of(tensor)) is not None}
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     entered = {id(each) for tensor in given for each in (tensor, base_of(tensor))}
-    left = [base for base in bases.values() if not base.is_leaf and id(base) not in entered]
-    for tensor in (*left, *(new_in_caches(kwargs) if torch.is_grad_enabled() else ())):
-        tensor.register_hook(lambda _: gather(unit))
+    for base in bases.values():
+        if not base.is_leaf and id(base) not in entered:
+            base.register_hook(lambda _: gather(unit))
+    if torch.is_grad_enabled() and (kept := new_in_caches(kwargs)):
+        register_multi_grad_hook(kept, lambda _: gather(unit), mode="any")
 
 
 @torch.compiler.disable
