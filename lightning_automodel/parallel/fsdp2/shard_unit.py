@@ -14,11 +14,12 @@ from lightning_automodel._compat.fsdp2.gathers import gather_trainable
 from lightning_automodel._compat.fsdp2.in_place import use_in_place
 from lightning_automodel._compat.fsdp2.reduction import reduce_what_any_rank_has
 from lightning_automodel._compat.fsdp2.scalars import Place, keep_scalars_whole, rows_of_scalar
-from lightning_automodel._compat.fsdp2.units import add_parameter_group, check_dtypes
+from lightning_automodel._compat.fsdp2.units import add_parameter_group, check_dtypes, watch_outputs
 from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.transformers.models import record_as_before
 from lightning_automodel.parallel.fsdp2.dim_to_cut import DimToCut
+from lightning_automodel.parallel.given_containers import keep_given_containers
 from lightning_automodel.parallel.guards.gather_order import note_reduction
 from lightning_automodel.parallel.guards.written_weights import refuse_written_weights
 from lightning_automodel.parallel.hidden_outputs import watch_hidden_outputs
@@ -64,6 +65,7 @@ def shard_unit(
         type(module).__module__ = origin
         record_as_before(module)
         watch_hidden_outputs(module)
+        keep_given_containers(module, watch_outputs)
         if fully_shard_fn is None:
             refuse_written_weights(module)
         if len(modules) > 1:

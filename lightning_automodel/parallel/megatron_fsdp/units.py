@@ -17,6 +17,7 @@ from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.config.imports import import_classes_from_paths
 from lightning_automodel.modules.caches import new_in_caches
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
+from lightning_automodel.parallel.given_containers import keep_given_containers
 from lightning_automodel.parallel.hidden_outputs import differentiable
 
 
@@ -85,12 +86,13 @@ def take_outputs(units: Iterable[nn.Module]) -> None:
 def watch_changed_outputs(units: Iterable[nn.Module], gather: Callable[[nn.Module], None]) -> None:
     """Call ``gather`` with a unit to whose backward pass autograd comes without the library's hook: it stands on a view
     of the output, and autograd makes another view where code writes into that (``x = block(x); x += 1``); or a later
-    pass has read keys and values that the unit left in a cache.
+    pass has read keys and values that the unit left in a cache, or what it wrote into a list or a dict.
 
     Called behind the library's hooks, and behind :func:`take_outputs`.
     """
     for unit in units:
         unit.register_forward_hook(partial(_watch_bases, gather), with_kwargs=True)
+        keep_given_containers(unit, partial(_watch_tensors, gather))
 
 
 @torch.compiler.disable
@@ -104,7 +106,12 @@ def _watch_bases(
         if not base.is_leaf and id(base) not in entered:
             base.register_hook(lambda _: gather(unit))
     if torch.is_grad_enabled() and (kept := new_in_caches(kwargs)):
-        register_multi_grad_hook(kept, lambda _: gather(unit), mode="any")
+        register_multi_grad_hook(kept, lambda _: gather(unit), mode="any")  # it is not freed before all have come
+
+
+def _watch_tensors(gather: Callable[[nn.Module], None], unit: nn.Module, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.register_hook(lambda _: gather(unit))
 
 
 @torch.compiler.disable

@@ -1,0 +1,122 @@
+"""Lets units write into lists, dicts and dataclasses that they are called with, of which wrappers give them copies.
+
+FSDP2 and Megatron-FSDP put an autograd function around the tensors that enter a unit, or cast or move them, and build
+what holds them anew::
+
+    one process    losses = []    block 0 appends a    block 1 appends b                        losses == [a, b]
+    FSDP2          losses = []    block 0 appends a    block 1 appends b to a copy of [a]       losses == [a]
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
+
+Watch = Callable[[nn.Module, Sequence[Tensor]], None]
+"""``(module, tensors)``, of which each may be where a backward pass enters the module"""
+
+_DEPTH = 4  # of containers in each other
+
+
+def keep_given_containers(module: nn.Module, watch: Watch) -> None:
+    """Let ``module``, whose arguments a wrapper copies, write into those that it was called with.
+
+    Called behind the hooks of that wrapper.
+
+    Args:
+        module: is called.
+        watch: is told of tensors that the module has put there, through which a gradient may come back.
+    """
+    given = _Given(watch)
+    module.register_forward_pre_hook(given.take, prepend=True, with_kwargs=True)
+    wrap_forward(module, given)
+
+
+class _Given(SharedByCopies):
+    """Takes what a call gives before the wrapper does, and compares it with what arrives."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._given: list[Any] = []
+
+    @torch.compiler.disable
+    def take(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._given = [*args, *kwargs.values()]
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        given, self._given = self._given, []
+        arrived = [*args, *kwargs.values()]
+        pairs = [pair for one, other in zip(given, arrived, strict=False) for pair in _pairs(one, other, _DEPTH)]
+        if not pairs:
+            return forward(*args, **kwargs)
+        containers = [_Container(one, other) for one, other in pairs]
+        output = forward(*args, **kwargs)
+        if new := [tensor for container in containers for tensor in container.give_back()]:
+            self._watch(module, new)
+        return output
+
+
+def _pairs(given: Any, arrived: Any, depth: int) -> Iterator[tuple[Any, Any]]:
+    """Find what can be written into, in what was given and, at the same place, in what arrived."""
+    if isinstance(given, Tensor) or depth == 0 or type(given) is not type(arrived):
+        return
+    items, others = _items(given), _items(arrived)
+    if items is None or others is None or items.keys() != others.keys():
+        return
+    if not isinstance(given, tuple):
+        yield given, arrived
+    for key, value in items.items():
+        yield from _pairs(value, others[key], depth - 1)
+
+
+def _items(value: Any) -> dict[Any, Any] | None:
+    """List what a container holds now, by key, index or field."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else None
+
+
+class _Container:
+    """A container that was given, and the one that arrived: a copy, or the same."""
+
+    def __init__(self, given: Any, arrived: Any) -> None:
+        self._given, self._arrived = given, arrived
+        self._items, self._before = _items(given) or {}, _items(arrived) or {}
+
+    def give_back(self) -> list[Tensor]:
+        """Write the changes of the copy into what was given.
+
+        Returns:
+            the tensors among them that require a gradient.
+        """
+        before, after = self._before, _items(self._arrived) or {}
+        changed = [key for key, value in after.items() if key not in before or before[key] is not value]
+        removed = before.keys() - after.keys()
+        if self._given is not self._arrived and (changed or removed):
+            origins = {id(value): self._items[key] for key, value in before.items()}
+            values = {key: origins.get(id(value), value) for key, value in after.items()}
+            _write(self._given, values, changed, removed)
+        leaves = tree_leaves([after[key] for key in changed])
+        known = {id(value) for value in before.values()}
+        return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad and id(x) not in known]
+
+
+def _write(container: Any, values: dict[Any, Any], changed: Sequence[Any], removed: set[Any]) -> None:
+    if isinstance(container, list):
+        container[:] = values.values()
+        return
+    by_key = isinstance(container, dict) and not is_dataclass(container)
+    for key in removed:
+        del container[key]
+    for key in changed:
+        if by_key:
+            container[key] = values[key]
+        else:
+            setattr(container, key, values[key])
