@@ -29,6 +29,7 @@ QUICK = [
     ("gemma3_text", "tokens", {"dp_shard": 2}),
     ("llama", "oft", {"dp_shard": 2}),
     ("llama", "randlora", {"dp_shard": 2}),
+    ("llama", "vera", {"dp_shard": 2}),
 ]
 MORE = [
     ("qwen3_moe", "experts", {"tp": 2}),
@@ -55,6 +56,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "oft": {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": ["q_proj", "o_proj"]},
     "boft": {"peft_type": "BOFT", "r": None, "boft_block_size": 4, "target_modules": ["q_proj", "o_proj"]},
     "randlora": {"peft_type": "RANDLORA", "target_modules": ["q_proj", "o_proj"]},
+    "vera": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "down_proj"]},
     "fourierft": {"peft_type": "FOURIERFT", "r": None, "n_frequency": 20, "target_modules": ["q_proj"]},
 }
 

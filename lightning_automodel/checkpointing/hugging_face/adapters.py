@@ -28,6 +28,8 @@ from lightning_automodel.modules.wrappers import adapters_of, is_wrapper, name_w
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Before the names in peft's files, which are those of its own wrapper around the model."""
+_BESIDE = "base_model."
+"""Before the names there of what the wrapper holds beside the model."""
 
 
 def with_adapters(description: Description) -> PreTrainedModel:
@@ -92,11 +94,14 @@ def write_adapters(model: PreTrainedModel, description: Description, fetch: Fetc
         if directory is None:
             continue
         state = {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+        shared = _shared_by_layers(model, state)
         config = config_of(description, adapter)
-        state = get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
+        state = get_peft_model_state_dict(model, state | shared, adapter, save_embedding_layers=False)
+        beside = {name.removesuffix(f".{adapter}") for name in shared}
         target = directory if adapter == "default" else directory / adapter
         target.mkdir(parents=True, exist_ok=True)
-        save_file({_PREFIX + name: tensor.clone() for name, tensor in state.items()}, target / _FILE, {"format": "pt"})
+        written = {name if name in beside else _PREFIX + name: tensor.clone() for name, tensor in state.items()}
+        save_file(written, target / _FILE, {"format": "pt"})
         config.inference_mode, config.base_model_name_or_path = True, description.source
         config.save_pretrained(str(target))
 
@@ -141,9 +146,25 @@ def _of_adapter(model: PreTrainedModel, adapter: str) -> Iterator[str]:
     from peft import get_peft_model_state_dict
 
     names = {name: torch.empty(0) for name in model.state_dict()}
-    state = get_peft_model_state_dict(model, dict(names), adapter, save_embedding_layers=False)
+    asked = names | _shared_by_layers(model, names)
+    state = get_peft_model_state_dict(model, asked, adapter, save_embedding_layers=False)
     kept = {id(tensor) for tensor in state.values()}
     return (name for name, tensor in names.items() if id(tensor) in kept)
+
+
+def _shared_by_layers(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Find the buffers that layers share (the projections of VeRA), under the names that peft's model has for them.
+
+    It holds them beside the layers, and asks for them there; in ``state`` they have names of layers only.
+    """
+    shared: dict[str, Tensor] = {}
+    for owner, layer in model.named_modules():
+        for kind, child in own_children(layer).items() if is_wrapper(layer) else ():
+            keys = () if child is None or any(True for _ in child.parameters()) else own_buffers(child)
+            for key in keys:
+                if (name := f"{owner}.{kind}.{key}") in state:
+                    shared.setdefault(f"{_BESIDE}{kind}.{key}", state[name])
+    return shared
 
 
 def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
