@@ -15,7 +15,7 @@ from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import prompt_encoders, within_adapters
 from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.read_prompts import install_reading_of_prompts
+from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.plans.selection import Rules
 
@@ -151,6 +151,7 @@ def run_strategy(model: nn.Module, mesh: DeviceMesh, setup: FSDP2Setup) -> nn.Mo
     Raises:
         ValueError: if the strategy returns something else than the model.
     """
+    install_peft_models(model)
     _shard_prompts(model, mesh, setup)
     inner = within_adapters(model)
     strategy = get_parallelization_strategy(inner)
@@ -171,7 +172,6 @@ def _shard_prompts(model: nn.Module, mesh: DeviceMesh, setup: FSDP2Setup) -> Non
     if encoders := prompt_encoders(model):
         tp = find_axes(mesh, setup.axis_names).tp.size()
         refuse_prompts(model, tp)
-        install_reading_of_prompts(model)
         for encoder in encoders:
             replace(setup, config=config_for(encoder, setup.config, tp)).apply(encoder, mesh)
 

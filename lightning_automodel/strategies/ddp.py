@@ -23,6 +23,7 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.guards.replica_check import check_replicas_every
 from lightning_automodel.parallel.layer_config import config_for
+from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.replicas.reduction import ReducedReplicas
@@ -122,6 +123,7 @@ class DDPStrategy(ReducedReplicas):
     @override
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
+        install_peft_models(module)
         if self._is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         submodels = find_submodels(module, bare=True)

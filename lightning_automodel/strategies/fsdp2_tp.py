@@ -40,7 +40,7 @@ from lightning_automodel.parallel.guards.hooks_of_users import (
 from lightning_automodel.parallel.guards.own_memory import give_own_memory
 from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.read_prompts import install_reading_of_prompts
+from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules
@@ -184,7 +184,7 @@ class FSDP2TPStrategy(SharedHooks, ModelParallelStrategy):
     def build_parallel(self, module: "pl.LightningModule") -> None:
         unwrap_compiled_children(module)
         install_saving_of_adapters(module)
-        install_reading_of_prompts(module)
+        install_peft_models(module)
         reshard(module)  # what the last call left gathered, if its last step had no backward pass
         give_own_memory(module)  # parts of it are sharded one by one, and may share memory with each other
         submodels = find_submodels(module)

@@ -34,7 +34,7 @@ from lightning_automodel.parallel.guards.hooks_of_users import refuse_hooks_afte
 from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.guards.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
-from lightning_automodel.parallel.read_prompts import install_reading_of_prompts
+from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards
 from lightning_automodel.strategies.submodels import (
@@ -157,7 +157,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
         unwrap_compiled_children(module)
         install_saving_of_adapters(module)
-        install_reading_of_prompts(module)
+        install_peft_models(module)
         if self._passes is not None:
             check_mesh("the model", vars(module)[_MESH], self.device_mesh)
             return

@@ -41,6 +41,7 @@ MORE = [
     ("gemma3_text", "ends", {"tp": 2}),
     ("gemma3_text", "saved", {"dp_shard": 2}),
     ("llama", "ia3", {"tp": 2}),
+    ("llama", "adalora", {"dp_shard": 2}),
     ("llama", "boft", {"dp_shard": 2}),
     ("llama", "fourierft", {"dp_shard": 2}),
     ("llama", "tokens of the head", {"dp_shard": 2}),
@@ -56,6 +57,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "oft": {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": ["q_proj", "o_proj"]},
     "boft": {"peft_type": "BOFT", "r": None, "boft_block_size": 4, "target_modules": ["q_proj", "o_proj"]},
     "randlora": {"peft_type": "RANDLORA", "target_modules": ["q_proj", "o_proj"]},
+    "adalora": {
+        "peft_type": "ADALORA",
+        "r": None,
+        "init_r": 4,
+        "total_step": 3,
+        "target_modules": ["q_proj", "down_proj"],
+    },
     "vera": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "down_proj"]},
     "fourierft": {"peft_type": "FOURIERFT", "r": None, "n_frequency": 20, "target_modules": ["q_proj"]},
 }

@@ -59,7 +59,10 @@ def config_of(description: Description, name: str) -> Any:
     """Read the config of one adapter."""
     from peft import PeftConfig
 
-    return PeftConfig.from_peft_type(**json.loads(description.adapters[name]))
+    config: Any = PeftConfig.from_peft_type(**json.loads(description.adapters[name]))
+    if config.peft_type == "ADALORA":
+        config.rank_pattern = None  # factors have all ranks here: those that went without are zero
+    return config
 
 
 def check_exportable(description: Description) -> None:
