@@ -9,15 +9,17 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.optimizers import create_lorafa_optimizer
 from torch import nn
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
-from tests.adapters.test_configure_model import BOUND, error, lora
+from tests.adapters.test_configure_model import BOUND, Adapted, error, lora
 from tests.support.families import tiny_model
-from tests.support.training import tiny_llama, whole
+from tests.support.layouts import LAYOUTS
+from tests.support.training import batches, make_trainer, tiny_llama, whole
 
 PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
 CONFIGS = {
@@ -118,6 +120,33 @@ def test_what_a_library_cannot_do_is_a_sentence(tmp_path: Path, pool2: Pool) -> 
         assert "use FSDP2TPStrategy with tp=1, DDPStrategy, or modules_to_save" in tokens
         assert "torch cannot trace DoRA of peft where blocks are both compiled and recomputed" in compiled
         assert "use enable_compile=False or activation_checkpointing=False" in compiled
+
+
+class WithFrozenFactors(Adapted):
+    """Trains by peft's optimizer for LoRA-FA."""
+
+    def configure_optimizers(self) -> Any:
+        return create_lorafa_optimizer(self.model, r=3, lora_alpha=8, lr=0.1)
+
+
+def refused_optimizers(directory: Path) -> list[str]:
+    """Runs on each rank."""
+    found = []
+    for layout in ("fsdp2-tp2", "fsdp2-dp2"):
+        chosen = LAYOUTS[layout]
+        with pytest.raises(ValueError, match="LoraFAOptimizer") as refusal:
+            make_trainer(chosen.make(), max_steps=1).fit(WithFrozenFactors(directory, lora), batches(chosen.data_size))
+        found.append(str(refusal.value))
+    return found
+
+
+def test_an_optimizer_that_adds_plain_tensors_to_shards_is_named(tmp_path: Path, pool2: Pool) -> None:
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    for said in pool2.run(refused_optimizers, tmp_path, trainer=True):
+        assert [message[:69] for message in said] == 2 * [
+            "LoraFAOptimizer computes with plain tensors of its own beside sharded"
+        ]
+        assert all("use DDPStrategy" in message and "outside of the forward pass" not in message for message in said)
 
 
 def error_of_a_variant_that_looks_at_places() -> float:

@@ -157,7 +157,7 @@ def _matrices() -> list[Tensor]:
 
 @contextmanager
 def explaining_step(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Explain, within this context, an operation of ``optimizer`` that DTensor does not know.
+    """Explain, within this context, an operation of ``optimizer`` that DTensor does not know, or that mixes tensors.
 
     Raises:
         ValueError: naming the optimizer, and what to use instead.
@@ -167,19 +167,27 @@ def explaining_step(optimizer: Optimizer) -> Generator[None, None, None]:
     except (NotImplementedError, RuntimeError, ValueError) as error:
         if not _is_of_optimizer(error, optimizer):
             raise
+        name = type(optimizer).__name__
+        if _MIXED in str(error):
+            raise ValueError(
+                f"{name} computes with plain tensors of its own beside sharded parameters, which holds for whole ones "
+                "only; use DDPStrategy, where every process holds whole tensors, or another optimizer, such as "
+                "torch.optim.AdamW (docs/optimizers.md)"
+            ) from error
         raise ValueError(
-            f"{type(optimizer).__name__} uses an operation that DTensor cannot carry out on sharded parameters "
+            f"{name} uses an operation that DTensor cannot carry out on sharded parameters "
             f"({error}); leave out foreach=True or fused=True, or use another optimizer, such as torch.optim.AdamW "
             "(docs/optimizers.md)"
         ) from error
 
 
+_MIXED = "got mixed torch.Tensor and DTensor"
 _WITHIN_STEP = ("closure", "training_step", "on_before_optimizer_step", "configure_gradient_clipping")
 """what Lightning calls within a step, and is not the optimizer's"""
 
 
 def _is_of_optimizer(error: BaseException, optimizer: Optimizer) -> bool:
-    if "sharding strategy" not in str(error) and "placement" not in str(error):
+    if not any(words in str(error) for words in ("sharding strategy", "placement", _MIXED)):
         return False
     kinds = [kind for kind in type(optimizer).__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer]
     files = {sys.modules[kind.__module__].__file__ for kind in kinds}
