@@ -130,6 +130,17 @@ def average_watched_losses(trainer: Trainer, average: Callable[[Tensor], Tensor]
             vars(callback)["on_train_batch_end"] = partial(_end_batch_with_average, callback, average)
 
 
+def end_search_of_rate(trainer: Trainer) -> bool:
+    """End the search of ``Tuner.lr_find`` or ``LearningRateFinder`` behind this step, as it ends where losses grow.
+
+    Returns:
+        whether ``trainer`` runs one: nothing public tells.
+    """
+    is_searching = any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    trainer.should_stop = trainer.should_stop or is_searching
+    return is_searching
+
+
 def _end_batch_with_average(
     callback: Callback,
     average: Callable[[Tensor], Tensor],

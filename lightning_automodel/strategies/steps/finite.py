@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_automodel._compat.lightning.trainer import end_search_of_rate
 from lightning_automodel._compat.torch.optimization import leaves_steps_out
 from lightning_automodel._compat.torch.tensors import each_norm
 from lightning_automodel.distributed.arriving import Arriving
@@ -222,6 +223,9 @@ class FiniteGuard:
             )
         if self.policy == "skip":
             logger.warning("%s; the step is left out", finding.describe())
+            return
+        if end_search_of_rate(finding.module.trainer):
+            logger.warning("%s; the search of a learning rate ends here", finding.describe())
             return
         raise RuntimeError(
             f"{finding.describe()}; the weights are those before this step. Look for the cause (a learning rate, a "

@@ -1,10 +1,13 @@
 """A loss or a gradient that is not finite: the run ends before the step, or the step is left out, on all ranks."""
 
+import logging
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
 from lightning_automodel import DDPStrategy, FSDP2TPStrategy
@@ -13,6 +16,7 @@ from lightning_automodel.strategies import precision
 from lightning_automodel.strategies.steps import finite
 from lightning_automodel.strategies.steps.finite import FiniteGuard
 from lightning_automodel.testing.pool import Pool
+from tests.support.layouts import LAYOUTS
 from tests.support.training import Recorder, batches, make_trainer, whole_parameters, world_size
 from tests.support.waiting import Moves, played_cuda
 
@@ -197,3 +201,42 @@ def test_the_host_does_not_wait_for_what_is_found(
     assert optimizer.found_inf is Landed.sent[-1]  # copied where it was found: behind it comes the next backward pass
     assert len(Landed.sent) == 3
     assert not moves.found
+
+
+class Searched(Recorder):
+    """Whose losses are infinite from a step of a search on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (torch.inf if self.global_step >= 14 else 1)
+
+
+def search(layout: str, directory: Path) -> tuple[int, float | None, list[Path], list[str], bool]:
+    """Runs on each rank: how many rates were tried, the one found, what lies on disk, warnings, and whether weights are
+    those before.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    finite.logger.addHandler(handler)
+    module, chosen = Searched(), LAYOUTS[layout]
+    trainer = make_trainer(chosen.make(), max_epochs=50, default_root_dir=directory)
+    found = Tuner(trainer).lr_find(
+        module, batches(chosen.data_size), num_training=20, early_stop_threshold=None, update_attr=False
+    )
+    assert found is not None
+    is_restored = all(bool(value.isfinite().all()) for value in whole_parameters(module).values())
+    ends = [message for message in said if "ends here" in message]
+    return len(found.results["loss"]), found.suggestion(), list(directory.iterdir()), ends, is_restored
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "ddp-2"])
+def test_a_search_of_a_rate_ends(layout: str, tmp_path: Path, pool2: Pool) -> None:
+    """Lightning's own goes on with weights that are not finite, and suggests a rate of those before."""
+    for tried, rate, files, said, is_restored in pool2.run(search, layout, tmp_path, trainer=True):
+        assert tried == 15
+        assert rate
+        assert files == []
+        assert len(said) == 1
+        assert "optimizer step 14: the loss of micro-batch 0 of rank 0 is inf" in said[0]
+        assert is_restored
