@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationMixin
 
 from lightning_automodel.modules.structure import class_names, find_independent_blocks, find_towers, outermost
+from lightning_automodel.parallel.adapters.prompts import keeping_prompts
 from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 from lightning_automodel.parallel.lone_parts import gather_only, own_parameters_whole, parts_of
-from lightning_automodel.parallel.read_prompts import keeping_prompts
 
 _ROOT = "_model_that_generates_in_step"
 _ENCODED = ("encoder_outputs", "attention_mask")

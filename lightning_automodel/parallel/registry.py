@@ -13,9 +13,9 @@ from typing_extensions import override
 from lightning_automodel.mesh import DP_REPLICATE, DP_SHARD_CP, TP, find_axes
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import prompt_encoders, within_adapters
+from lightning_automodel.parallel.adapters import install_peft_models
 from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.parallel.setup import FSDP2Setup
 from lightning_automodel.plans.selection import Rules
 

@@ -42,7 +42,7 @@ from lightning_automodel.modules.four_bit import store_as_rows
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import adapters_of
 from lightning_automodel.parallel.activation_checkpointing.blocks import apply_activation_checkpointing
-from lightning_automodel.parallel.adapted_parameters import compute_adapted_parameters
+from lightning_automodel.parallel.adapters.parameters import compute_adapted_parameters
 from lightning_automodel.parallel.compile import apply_compile, assume_no_packing, overlap_tensor_parallel
 from lightning_automodel.parallel.context import ContextParallel
 from lightning_automodel.parallel.draws.passes import data_rank_of, draw_from

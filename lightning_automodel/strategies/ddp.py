@@ -21,9 +21,9 @@ from lightning_automodel.distributed.kept_groups import keep
 from lightning_automodel.loading.initialize import broadcast_weights, stored_dtype
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.mesh import DP_REPLICATE, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.adapters import install_peft_models
 from lightning_automodel.parallel.guards.replica_check import check_replicas_every
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.parallel.replication import Replication
 from lightning_automodel.parallel.stages import apply_stages
 from lightning_automodel.strategies.replicas.reduction import ReducedReplicas

@@ -30,6 +30,7 @@ from lightning_automodel.loading.placeholders import reserve
 from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_REPLICATE, AutoSize, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.adapters import install_peft_models
 from lightning_automodel.parallel.fsdp2.gathered import call_to_read, free, free_copies
 from lightning_automodel.parallel.fsdp2.running import fsdp_roots, gradients_held, reshard
 from lightning_automodel.parallel.guards.copied_views import warn_of_copied_views
@@ -40,7 +41,6 @@ from lightning_automodel.parallel.guards.hooks_of_users import (
 from lightning_automodel.parallel.guards.own_memory import give_own_memory
 from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.layer_config import config_for
-from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import has_experts
 from lightning_automodel.plans.selection import has_rules

@@ -30,11 +30,11 @@ from lightning_automodel.loading.pretrained import sharded_loading
 from lightning_automodel.loading.quantized import refuse_quantized
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
+from lightning_automodel.parallel.adapters import install_peft_models
 from lightning_automodel.parallel.guards.hooks_of_users import refuse_hooks_after_accumulation
 from lightning_automodel.parallel.guards.prompts import refuse_prompts
 from lightning_automodel.parallel.guards.replica_check import check_replicas, check_replicas_every
 from lightning_automodel.parallel.megatron_fsdp import HAVE_MEGATRON_FSDP, NOT_INSTALLED, building, device
-from lightning_automodel.parallel.peft_models import install_peft_models
 from lightning_automodel.strategies.base import SharedHooks
 from lightning_automodel.strategies.sharded_use import explain_use_of_shards
 from lightning_automodel.strategies.submodels import (

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from lightning_automodel.parallel.adalora import install_whole_factors
-from lightning_automodel.parallel.read_prompts import install_reading_of_prompts
+from lightning_automodel.parallel.adapters.adalora import install_whole_factors
+from lightning_automodel.parallel.adapters.prompts import install_reading_of_prompts
 
 
 def install_peft_models(root: nn.Module) -> None:
