@@ -7,8 +7,11 @@ what holds them anew::
     FSDP2          losses = []    block 0 appends a    block 1 appends b to a copy of [a]       losses == [a]
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from copy import copy
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +62,37 @@ class _Given(SharedByCopies):
         if new := [tensor for container in containers for tensor in container.give_back()]:
             self._watch(module, new)
         return output
+
+
+def recomputed_with(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Make of ``forward`` a function of ``args`` whose first call is with them, and whose later ones, which compute the
+    first again, are with what lists, dicts and dataclasses held before it.
+    """
+    given = [*args, *kwargs.values()]
+    if not any(True for value in given for _ in _pairs(value, value, _DEPTH)):
+        return partial(forward, **kwargs)
+    before, calls = copied(given), itertools.count()
+
+    def call(*now: Any) -> Any:
+        if next(calls) == 0:
+            return forward(*now, **kwargs)
+        again = copied(before)
+        return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
+
+    return call
+
+
+def copied(value: Any, depth: int = _DEPTH + 1) -> Any:
+    """Copy containers in each other; what else they hold is the same."""
+    items = None if isinstance(value, Tensor) or depth == 0 else _items(value)
+    if items is None:
+        return value
+    values = {key: copied(item, depth - 1) for key, item in items.items()}
+    if isinstance(value, tuple):
+        return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
+    again = copy(value)
+    _write(again, values, list(values), set())
+    return again
 
 
 def _pairs(given: Any, arrived: Any, depth: int) -> Iterator[tuple[Any, Any]]:
@@ -119,4 +153,11 @@ def _write(container: Any, values: dict[Any, Any], changed: Sequence[Any], remov
         if by_key:
             container[key] = values[key]
         else:
-            setattr(container, key, values[key])
+            _set(container, key, values[key])
+
+
+def _set(container: Any, field: str, value: Any) -> None:
+    try:
+        setattr(container, field, value)
+    except FrozenInstanceError:  # a copy of one
+        object.__setattr__(container, field, value)

@@ -44,6 +44,7 @@ from lightning_automodel.modules.structure import (
     tower_modalities,
 )
 from lightning_automodel.parallel.activation_checkpointing.selective import SELECTIVE, Contexts, keeping_routes, saving
+from lightning_automodel.parallel.given_containers import recomputed_with
 
 _BLOCK = "_block_of_checkpointed_part"
 _CHOSEN = "_checkpointed_by_config"
@@ -153,15 +154,16 @@ def _checkpointed(module: nn.Module, mode: Mode, offload: bool) -> Around:
 def _checkpoint(
     function: Callable,
     module: nn.Module,
-    forward: Callable,
+    forward: partial,
     args: tuple,
     eager: Sequence[Contexts],
     in_graph: dict[str, Any],
 ) -> Any:
     if torch.compiler.is_compiling():  # the graph holds both passes: nothing has to be put in place again
         return function(forward, *args, use_reentrant=False, **in_graph)
+    run = recomputed_with(partial(forward.func, *forward.args), args, forward.keywords)
     as_now, kept = recomputation_context(module.__dict__[_BLOCK]), KeptState(module)
-    output = function(forward, *args, use_reentrant=False, context_fn=lambda: _nested(eager, as_now, kept.again))
+    output = function(run, *args, use_reentrant=False, context_fn=lambda: _nested(eager, as_now, kept.again))
     kept.settle()
     return output
 

@@ -120,7 +120,7 @@ def fitted(kind: type[Descending], layout: str, levers: dict[str, Any]) -> dict[
 KINDS: list[type[Descending]] = [LossesInList, SegmentsInDicts, MemoryInDataclass]
 CASES: list[tuple[type[Descending], str, dict[str, Any]]] = [
     *((kind, layout, {}) for kind in KINDS for layout in ("fsdp2-dp2", "megatron3-dp2")),
-    (LossesInList, "fsdp2-dp2", {"activation_checkpointing": True}),
+    *((kind, "fsdp2-dp2", {"activation_checkpointing": True}) for kind in KINDS),
     (SegmentsInDicts, "fsdp2-dp2", {"enable_compile": True, "compile_backend": "aot_eager"}),
 ]
 
