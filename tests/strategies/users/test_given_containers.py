@@ -13,11 +13,11 @@ from torch.nn import functional
 from lightning_automodel import FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.changes import changed
 from tests.support.layouts import LAYOUTS
-from tests.support.subjects import gather_part
-from tests.support.training import HIDDEN, VOCABULARY, Descending, batches, make_trainer
+from tests.support.training import HIDDEN, VOCABULARY, Descending
 
-STEPS, BLOCKS = 2, 3
+BLOCKS = 3
 
 
 @dataclass
@@ -107,14 +107,8 @@ class MemoryInDataclass(LossesInList):
 
 
 def fitted(kind: type[Descending], layout: str, levers: dict[str, Any]) -> dict[str, Tensor]:
-    """Runs on each rank: what steps of plain gradient descent change."""
-    module, chosen = kind(), LAYOUTS[layout]
-    strategy = chosen.make(**({"config": FSDP2Config(**levers)} if levers else {}))
-    trainer = make_trainer(strategy, max_steps=STEPS, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    trainer.fit(module, batches(chosen.data_size))
-    before = {f"model.{name}": parameter.detach() for name, parameter in seeded().named_parameters()}
-    parts = {name: gather_part(parameter) for name, parameter in module.named_parameters()}
-    return {name: value - before[name] for name, value in parts.items() if value is not None}  # on rank 0
+    """Runs on each rank."""
+    return changed(kind(), seeded(), layout, levers)
 
 
 KINDS: list[type[Descending]] = [LossesInList, SegmentsInDicts, MemoryInDataclass]

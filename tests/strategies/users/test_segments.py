@@ -8,13 +8,12 @@ import pytest
 from torch import Tensor
 from transformers import DynamicCache
 
-from lightning_automodel import FSDP2Config
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.changes import changed
 from tests.support.layouts import LAYOUTS
-from tests.support.subjects import gather_part
-from tests.support.training import Descending, batches, make_trainer, tiny_llama
+from tests.support.training import Descending, tiny_llama
 
-SEGMENTS, STEPS = 3, 2
+SEGMENTS = 3
 
 
 class LastOfSegments(Descending):
@@ -46,14 +45,8 @@ class DefaultCache(Descending):
 
 
 def fitted(kind: type[Descending], layout: str, levers: dict[str, Any]) -> dict[str, Tensor]:
-    """Runs on each rank: what steps of plain gradient descent change."""
-    module, chosen = kind(), LAYOUTS[layout]
-    strategy = chosen.make(**({"config": FSDP2Config(**levers)} if levers else {}))
-    trainer = make_trainer(strategy, max_steps=STEPS, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    trainer.fit(module, batches(chosen.data_size))
-    before = {f"model.{name}": parameter.detach() for name, parameter in tiny_llama().named_parameters()}
-    parts = {name: gather_part(parameter) for name, parameter in module.named_parameters()}
-    return {name: value - before[name] for name, value in parts.items() if value is not None}  # on rank 0
+    """Runs on each rank."""
+    return changed(kind(), tiny_llama(), layout, levers)
 
 
 COMPILED = {"enable_compile": True, "compile_backend": "aot_eager"}
