@@ -66,6 +66,10 @@ def _saved_config(name: str) -> Any:
         config = PeftConfig.from_pretrained(name)
     except ValueError as error:
         raise ValueError(f"peft={name!r} is no saved adapter (here: {Path.cwd()}): {error}") from error
+    except TypeError as error:
+        raise ValueError(
+            f"peft={name!r}: its {ADAPTER_CONFIG} holds not the fields of an adapter ({error}); copy or export it anew"
+        ) from error
     except KeyError as error:
         raise ValueError(f"peft={name!r} is of peft_type {error}, which this version of peft does not know") from error
     config.inference_mode = False  # as it was before peft saved it

@@ -1,6 +1,7 @@
 """The module: a causal language model trained with a loss that is weighed by tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -88,6 +89,7 @@ class CausalLM(L.LightningModule):
         found = Pretrained.of(model)
         found.check(from_scratch=from_scratch)
         peft = found.added(peft)
+        self._source = found
         self.model_name, self.tokenizer_name = found.model, found.holder_of(self.tokenizer_file)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -113,7 +115,8 @@ class CausalLM(L.LightningModule):
         if stage == TrainerFn.FITTING and self.peft is not None:
             refuse_saved_prompt(self.peft)
         if self.model is None:
-            config = read_config(self.model_name, self.model_kwargs, self.auto_class, self.known_configs)
+            source = replace(self._source, model=self.model_name)
+            config = read_config(source, self.model_kwargs, self.auto_class, self.known_configs)
             check_vocabulary(config, getattr(self.trainer, "datamodule", None))
 
     def configure_model(self) -> None:

@@ -78,8 +78,19 @@ class Pretrained:
         Raises:
             ValueError: naming the directory, what it lacks and the way out.
         """
-        try:
+        with self._named():
             check_weights(self.model, from_scratch)
+
+    def find_config(self, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+        """Reads the config of the model; arguments and errors are those of :func:`find_config`."""
+        with self._named():
+            return find_config(self.model, kwargs)
+
+    @contextmanager
+    def _named(self) -> Generator[None, None, None]:
+        """Names the adapter, and where it says which model is its base, in errors about that within this context."""
+        try:
+            yield
         except ValueError as error:
             if self.adapter is None:
                 raise
@@ -93,11 +104,15 @@ class Pretrained:
 def _base_of(folder: Path) -> str:
     path = folder / ADAPTER_CONFIG
     with looked_up(str(folder)):
-        base = json.loads(path.read_text()).get("base_model_name_or_path")
-    if not base:
+        fields = json.loads(path.read_text())
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"{str(path)!r} holds a {type(fields).__name__}, and not the fields of an adapter; copy or export it anew"
+        )
+    if not (base := fields.get("base_model_name_or_path")) or not isinstance(base, str):
         raise ValueError(
             f"model={str(folder)!r} is an adapter whose {path.name} does not say for which model "
-            "(base_model_name_or_path); give that as model, and the adapter as peft"
+            f"(base_model_name_or_path={base!r}); give that as model, and the adapter as peft"
         )
     return as_name(base)
 
@@ -155,11 +170,13 @@ def looked_up(name: str) -> Generator[None, None, None]:
         ) from error
 
 
-def read_config(name: str, kwargs: Mapping[str, Any], auto_class: type, known: Container[type]) -> PreTrainedConfig:
+def read_config(
+    source: Pretrained, kwargs: Mapping[str, Any], auto_class: type, known: Container[type]
+) -> PreTrainedConfig:
     """Reads the config of a model, and refuses what ``auto_class`` does not load, or would load a part of.
 
     Args:
-        name: directory, or name on the hub.
+        source: of the model.
         kwargs: of ``from_pretrained``, of which those count that say where to look.
         auto_class: of transformers, such as ``AutoModelForCausalLM``.
         known: the classes of config that it knows.
@@ -167,13 +184,17 @@ def read_config(name: str, kwargs: Mapping[str, Any], auto_class: type, known: C
     Raises:
         ValueError: for a kind that transformers does not know, an encoder-decoder, or another kind of model.
     """
-    config = find_config(name, kwargs)
-    _check_kind(name, config, auto_class, known)
+    config = source.find_config(kwargs)
+    _check_kind(source.model, config, auto_class, known)
     return config
 
 
 def find_config(name: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
-    """Reads the config of a model of any kind that transformers knows; the arguments are those of `read_config`.
+    """Reads the config of a model of any kind that transformers knows.
+
+    Args:
+        name: directory, or name on the hub.
+        kwargs: of ``from_pretrained``, of which those count that say where to look.
 
     Raises:
         ValueError: if there is none, or it is of another kind.

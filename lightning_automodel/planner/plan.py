@@ -15,8 +15,14 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from lightning_automodel.finetuning.adapters import adapter_config, add_adapter, freeze, report_trainable
-from lightning_automodel.finetuning.pretrained import Pretrained, find_config
+from lightning_automodel.finetuning.adapters import (
+    adapter_config,
+    add_adapter,
+    freeze,
+    refuse_saved_prompt,
+    report_trainable,
+)
+from lightning_automodel.finetuning.pretrained import Pretrained
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.structure import configs_of_layers, keep_no_cache, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
@@ -120,13 +126,14 @@ def build(model: str | PathLike[str] | PreTrainedConfig, peft: Any = None, froze
 
     Raises:
         ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers,
-            or is an adapter beside ``peft``.
+            or is an adapter beside ``peft``, or a saved prompt, which does not train on.
     """
     if isinstance(model, str | PathLike):
         found = Pretrained.of(model)
-        config, peft = find_config(found.model, {}), found.added(peft)
+        config, peft = found.find_config({}), found.added(peft)
     else:
         config = model
+    refuse_saved_prompt(peft)
     keep_no_cache(config)
     with torch.device("meta"):
         built = _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked

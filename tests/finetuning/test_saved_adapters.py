@@ -149,6 +149,8 @@ def test_a_prompt_is_judged_and_does_not_train_on(model_dir: Path, tmp_path: Pat
     assert logged["val/loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match=r"peft='.*prompt'.* is a prompt, which peft does not train on"):
         _trainer(tmp_path, {}, max_steps=1).fit(module, data)
+    with pytest.raises(ValueError, match=r"peft='.*prompt'.* is a prompt, which peft does not train on"):
+        build(str(tmp_path / "prompt"))  # what is planned is training
 
 
 def test_what_cannot_be_read_is_said_before_anything_is_started(model_dir: Path, adapter: Path, tmp_path: Path) -> None:
@@ -170,6 +172,18 @@ def test_what_cannot_be_read_is_said_before_anything_is_started(model_dir: Path,
     path.write_text("{")
     with pytest.raises(ValueError, match=rf"a file of '{adapter}' is no JSON"):
         CausalLM(str(adapter))
+    for wrong in ([config], None, {name: value for name, value in config.items() if name != "peft_type"}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(
+            ValueError, match=rf"peft='{adapter}': its adapter_config.json holds not the fields of an ad"
+        ):
+            CausalLM(str(model_dir), peft=str(adapter))
+    path.write_text(json.dumps([config]))
+    with pytest.raises(ValueError, match=rf"'{path}' holds a list, and not the fields of an adapter; copy or export"):
+        CausalLM(str(adapter))
+    path.write_text(json.dumps({**config, "base_model_name_or_path": ["a base"]}))
+    with pytest.raises(ValueError, match=r"does not say for which model \(base_model_name_or_path=\['a base'\]\)"):
+        CausalLM(str(adapter))
     path.write_text(json.dumps({**config, "peft_type": "NEWER"}))
     with pytest.raises(ValueError, match=rf"peft='{adapter}' is of peft_type 'NEWER', which this version of peft"):
         CausalLM(str(adapter))
@@ -181,6 +195,16 @@ def test_what_cannot_be_read_is_said_before_anything_is_started(model_dir: Path,
     weights.unlink()
     with pytest.raises(ValueError, match=rf"'{adapter}' has none of adapter_model.safetensors, .*holds README.md, ada"):
         CausalLM(str(adapter))
+
+
+def test_a_base_beside_another_folder_is_named_with_its_adapter(adapter: Path, tmp_path: Path) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "runs/base"}))
+    message = rf"'{adapter}' is an adapter of 'runs/base', which cannot be read \(here: .*'runs/base' is no directory"
+    with pytest.raises(ValueError, match=message):
+        _trainer(tmp_path, {}).validate(CausalLM(str(adapter)), DataLoader([0]), verbose=False)
+    with pytest.raises(ValueError, match=message):
+        build(str(adapter))
 
 
 def test_paths_are_taken_as_users_write_them(
