@@ -1,6 +1,6 @@
 """Writes the trained model in Hugging Face's format when training ends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,13 @@ from lightning_automodel.checkpointing.hugging_face.adapters import (
     with_adapters,
     write_adapters,
 )
-from lightning_automodel.checkpointing.hugging_face.description import DESCRIPTIONS, describe_models, descriptions_of
+from lightning_automodel.checkpointing.hugging_face.description import (
+    DESCRIPTIONS,
+    Description,
+    describe_models,
+    descriptions_of,
+)
+from lightning_automodel.checkpointing.hugging_face.limits_of_peft import check_merges
 from lightning_automodel.checkpointing.hugging_face.models import (
     floating_dtype,
     holds_adapters,
@@ -77,12 +83,17 @@ class HuggingFaceExport(L.Callback):
                 f"HuggingFaceExport(dirpath={str(self.dirpath)!r}) holds an adapter (adapter_config.json), which "
                 "from_pretrained would read instead of the model; give another directory, or remove it"
             )
-        for description in descriptions_of({DESCRIPTIONS: describe_models(pl_module)}):
+        found = descriptions_of({DESCRIPTIONS: describe_models(pl_module)})
+        for description in found:
             check_exportable(description)
         if not getattr(model, "peft_config", None):
             check_writable(model)
-        elif self.merge:
+            return
+        if self.merge:
             check_mergeable(model)
+        twin = with_adapters(_of(model, pl_module, found))
+        if self.merge:
+            check_merges(twin)
 
     def _check_prompts(self, prompted: Any) -> None:
         if self.merge:
@@ -125,7 +136,7 @@ def write_adapted(
     state = model.state_dict(keep_vars=True)
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     found = descriptions_of({DESCRIPTIONS: describe_models(module)})  # beside it a teacher, a reward model
-    description = next(each for each in found if module.get_submodule(each.name) is model)
+    description = _of(model, module, found)
     twin = with_adapters(description)
     if not merge:
         if is_writer:
@@ -138,6 +149,10 @@ def write_adapted(
     fetch = merged(twin, lambda name: _whole(state[name]))
     with without_wrappers(twin):
         write_pretrained(twin, fetch, directory if is_writer else None, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def _of(model: PreTrainedModel, module: L.LightningModule, found: Iterable[Description]) -> Description:
+    return next(each for each in found if module.get_submodule(each.name) is model)
 
 
 def _whole(tensor: Tensor) -> Tensor | None:

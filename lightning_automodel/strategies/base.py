@@ -32,6 +32,7 @@ from lightning_automodel.checkpointing.without_trainer import let_lightning_read
 from lightning_automodel.loading.read_values import forget_changed
 from lightning_automodel.parallel.guards.gather_order import take_gathers
 from lightning_automodel.parallel.guards.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
+from lightning_automodel.parallel.guards.prompts import refuse_shadows
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
@@ -149,6 +150,7 @@ class SharedHooks(SavingStrategy):
         self._preemption.install(trainer, self._saving_at_once, self._timeout)
         self._background.timeout = self._timeout
         install_samplers(trainer, self.distributed_sampler_kwargs)
+        refuse_shadows(self._module)
         self.check_gradient_hooks()
         forget_changed(self._module)
         self.build_parallel(self._module)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -154,3 +155,39 @@ def test_adapters_that_are_not_merged_are_named(base: Path, tmp_path: Path) -> N
         expected = module.model.eval()(IDS).logits
     for directory in "ab":
         torch.testing.assert_close(logits_of(tmp_path / directory), expected, rtol=0, atol=2e-6)
+
+
+CANNOT: dict[str, tuple[Any, bool, str]] = {
+    "no bias to add to": (
+        peft.BeftConfig(target_modules=["q_proj"]),
+        True,
+        r"merge: .*q_proj .*Base layer has no bias",
+    ),
+    "of the input": (
+        peft.LilyConfig(target_modules=["q_proj"]),
+        True,
+        r"merge: .*not supported for Lily.*adapters alone",
+    ),
+    "of tasks": (
+        peft.PolyConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        True,
+        r"merge: .*poly.* cannot be added to weights; export the adapters alone",
+    ),
+    "of the weights": (
+        peft.FrodConfig(target_modules=["q_proj"], progressbar=False),
+        False,
+        r"export: FrodConfig computes with weights of the base .*save_pretrained\(directory\) of the PeftModel",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_what_peft_cannot_write_is_said_before_training(kind: str, base: Path, tmp_path: Path) -> None:
+    config, merge, message = CANNOT[kind]
+    module = Adapted(base)
+    module.model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    exporting = HuggingFaceExport(str(tmp_path / "written"), merge=merge)
+    trainer = make_trainer({}, max_steps=1, callbacks=[exporting])
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, batches(1))
+    assert trainer.global_step == 0

@@ -36,12 +36,39 @@ CONFIGS = {
     "prefix": peft.PrefixTuningConfig(**PROMPT),
     "prompt": peft.PromptTuningConfig(**PROMPT),
     "encoder": peft.PromptEncoderConfig(**PROMPT),
+    "adaption": peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM"),
+    "cartridge": peft.CartridgeConfig(**PROMPT),
+    "shadow": peft.ShadowConfig(r=4, shadow_dropout=0.0, task_type="CAUSAL_LM"),
+    "tinylora": peft.TinyLoraConfig(u=8, target_modules=["q_proj"]),
+    "unilora": peft.UniLoraConfig(r=4, theta_d_length=32, target_modules=["q_proj"]),
+    "vblora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=8, topk=2, target_modules=["q_proj"]),
     "cpt": peft.CPTConfig(cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 4], task_type="CAUSAL_LM"),
 }
-PROMPTS = {"prompt", "encoder"}
-WHOLE = {"vera", "loha", "oft", "tokens", "tokens of the head", "lokr", "adalora", "norms", "prefix", *PROMPTS}
+PROMPTS = {"prompt", "encoder", "adaption"}
+WHOLE = {
+    "vera",
+    "loha",
+    "oft",
+    "tokens",
+    "tokens of the head",
+    "lokr",
+    "adalora",
+    "norms",
+    "prefix",
+    "cartridge",
+    *PROMPTS,
+}
 _SOME: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
 MORE = {
+    "beft": peft.BeftConfig(**_SOME),
+    "deft": peft.DeftConfig(r=4, **_SOME),
+    "frod": peft.FrodConfig(progressbar=False, sparse_rate=0.1, **_SOME),
+    "glora": peft.GloraConfig(r=4, **_SOME),
+    "hira": peft.HiraConfig(r=4, **_SOME),
+    "peanut": peft.PeanutConfig(r=4, **_SOME),
+    "psoft": peft.PsoftConfig(r=4, **_SOME),
+    "supertuning": peft.SupertuningConfig(**_SOME),
+    "tokens alone": peft.TrainableTokensConfig(token_indices=[3, 5]),
     "boft": peft.BOFTConfig(boft_block_size=4, boft_n_butterfly_factor=2, **_SOME),
     "c3a": peft.C3AConfig(block_size=8, **_SOME),
     "delora": peft.DeloraConfig(r=2, **_SOME),

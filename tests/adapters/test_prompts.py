@@ -1,5 +1,6 @@
 """Prompts of peft, which lie beside the model: exact in a loop and under strategies, or named in an error."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ CONFIGS = {
     "prefix": peft.PrefixTuningConfig(**PROMPT),
     "prompt": peft.PromptTuningConfig(**PROMPT),
     "encoder": peft.PromptEncoderConfig(**PROMPT),
+    "cartridge": peft.CartridgeConfig(**PROMPT),
     "tasks": peft.MultitaskPromptTuningConfig(**PROMPT, num_tasks=2, num_ranks=1),
     "cpt": peft.CPTConfig(
         cpt_token_ids=[3, 4, 5], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 4], task_type="CAUSAL_LM"
@@ -34,7 +36,7 @@ CONFIGS = {
 def prompted(method: str, is_read: bool = False) -> Any:
     """Wrap the tiny model; ``is_read``: peft reads the table as it stands, as after ``PeftModel.from_pretrained``."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_llama(tied=False), CONFIGS[method]).train()
+    model = peft.get_peft_model(tiny_llama(tied=False), copy.deepcopy(CONFIGS[method])).train()
     model.peft_config["default"].inference_mode = is_read
     return model
 
@@ -86,7 +88,7 @@ def test_prompts_are_exact_in_a_loop(sizes: dict[str, int], pool2: Pool) -> None
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_prompts_that_peft_reads_as_they_stand_are_exact(sizes: dict[str, int], pool2: Pool) -> None:
-    methods = ["prompt", "encoder", "tasks"] + ["prefix"] * ("tp" not in sizes)
+    methods = ["prompt", "encoder", "tasks"] + ["prefix", "cartridge"] * ("tp" not in sizes)
     for found in pool2.run(errors, methods, sizes, is_read=True):
         assert max(found.values()) < 1e-5, found
 

@@ -20,6 +20,7 @@ from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.hugging_face.description import Description
+from lightning_automodel.checkpointing.hugging_face.limits_of_peft import check_merges, without_weights
 from lightning_automodel.checkpointing.hugging_face.models import INDEX, Fetch, floating_dtype
 from lightning_automodel.modules.structure import is_kept_in_float32
 from lightning_automodel.modules.ties import say_untied
@@ -44,7 +45,7 @@ def with_adapters(description: Description) -> PreTrainedModel:
         config = config_of(description, name)
         if hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others begin from weights
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), without_weights(config):
             if wrapped is None:
                 wrapped = get_peft_model(model, config, name)
             else:
@@ -180,6 +181,7 @@ def merged(model: PreTrainedModel, fetch: Fetch) -> Fetch:
     wrappers = {name_without_wrappers(n): (n, m) for n, m in reversed(list(model.named_modules())) if is_wrapper(m)}
     layers: dict[str, dict[str, Tensor] | None] = {}
     check_mergeable(model)
+    check_merges(model)
     _untie(model, wrappers)
 
     def fetch_merged(name: str) -> Tensor | None:

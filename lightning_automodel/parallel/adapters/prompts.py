@@ -76,6 +76,8 @@ def _disable_adapter(model: Any) -> Generator[None, None, None]:
 def _read(encoder: Any) -> Tensor:
     """Return the whole table of ``encoder``, float [tokens, width], with a graph."""
     before, table = vars(encoder).get("forward"), encoder.embedding
+    if not isinstance(table, nn.Embedding):  # a cartridge: its pass gives all of it, for each row
+        return encoder(torch.zeros(1, 1))[0]
     encoder.forward = table.forward  # where an encoder is the unit, its table alone would be a shard
     try:
         return encoder(torch.arange(table.num_embeddings, device=table.weight.device))
