@@ -24,6 +24,12 @@ def new_in_caches(kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [tensor for cache in _caches(kwargs) for part in _parts(cache) for tensor in _new_in(part)]
 
 
+def kept_in_caches(values: Mapping[str, Any]) -> list[Tensor]:
+    """List what caches hold that a gradient may come back through, of passes before too."""
+    layers = [layer for cache in _caches(values) for part in _parts(cache) for layer in part.layers]
+    return [value for layer in layers for value in vars(layer).values() if _is_trained(value)]
+
+
 def _parts(cache: Any) -> list[Any]:
     """List what of a cache of transformers has layers: encoder-decoders have two in one."""
     nested = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
@@ -45,7 +51,11 @@ def _new_in(cache: Any) -> list[Tensor]:
 
 
 def _is_new(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and _FOUND not in value.__dict__
+    return _is_trained(value) and _FOUND not in value.__dict__
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:

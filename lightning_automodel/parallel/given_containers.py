@@ -1,4 +1,5 @@
-"""Lets units write into lists, dicts and dataclasses that they are called with, of which wrappers give them copies.
+"""Lets units write into lists, dicts, dataclasses and objects of a user's that they are called with. Of some of them
+wrappers give them copies.
 
 FSDP2 and Megatron-FSDP put an autograd function around the tensors that enter a unit, or cast or move them, and build
 what holds them anew::
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel._compat.transformers.models import recordings_of_call
 from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
+from lightning_automodel.modules.reachable_code import is_of_library
 
 Watch = Callable[[nn.Module, Sequence[Tensor]], None]
 """``(module, tensors)``, of which each may be where a backward pass enters the module"""
@@ -52,8 +55,9 @@ class _Given(SharedByCopies):
         self._given = [*args, *kwargs.values()]
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        given, self._given = self._given, []
-        arrived = [*args, *kwargs.values()]
+        recordings = [found] if (found := recordings_of_call()) else []
+        given, self._given = [*self._given, *recordings], []
+        arrived = [*args, *kwargs.values(), *recordings]
         pairs = [pair for one, other in zip(given, arrived, strict=False) for pair in _pairs(one, other, _DEPTH)]
         if not pairs:
             return forward(*args, **kwargs)
@@ -82,12 +86,14 @@ def recomputed_with(forward: Callable[..., Any], args: tuple, kwargs: dict[str, 
     return call
 
 
-def copied(value: Any, depth: int = _DEPTH + 1) -> Any:
-    """Copy containers in each other; what else they hold is the same."""
-    items = None if isinstance(value, Tensor) or depth == 0 else _items(value)
+def copied(value: Any, depth: int = _DEPTH + 1, change: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Copy containers in each other; what else they hold is the same, or what ``change`` makes of a tensor."""
+    if isinstance(value, Tensor):
+        return change(value) if change else value
+    items = _items(value) if depth else None
     if items is None:
         return value
-    values = {key: copied(item, depth - 1) for key, item in items.items()}
+    values = {key: copied(item, depth - 1, change) for key, item in items.items()}
     if isinstance(value, tuple):
         return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
     again = copy(value)
@@ -109,12 +115,18 @@ def _pairs(given: Any, arrived: Any, depth: int) -> Iterator[tuple[Any, Any]]:
 
 
 def _items(value: Any) -> dict[Any, Any] | None:
-    """List what a container holds now, by key, index or field."""
+    """List what a container holds now, by key, index, field or attribute."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
     if isinstance(value, dict):
         return dict(value)
-    return dict(enumerate(value)) if isinstance(value, list | tuple) else None
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return dict(vars(value)) if _is_of_user(value) else None
+
+
+def _is_of_user(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not is_of_library(type(value))
 
 
 class _Container:
@@ -146,14 +158,14 @@ def _write(container: Any, values: dict[Any, Any], changed: Sequence[Any], remov
     if isinstance(container, list):
         container[:] = values.values()
         return
-    by_key = isinstance(container, dict) and not is_dataclass(container)
-    for key in removed:
-        del container[key]
+    if not is_dataclass(container):
+        held = container if isinstance(container, dict) else vars(container)
+        for key in removed:
+            del held[key]
+        held.update({key: values[key] for key in changed})
+        return
     for key in changed:
-        if by_key:
-            container[key] = values[key]
-        else:
-            _set(container, key, values[key])
+        _set(container, key, values[key])
 
 
 def _set(container: Any, field: str, value: Any) -> None:

@@ -8,15 +8,17 @@ passes before it.
 """
 
 import gc
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.fsdp2.units import watch_outputs
 from lightning_automodel._compat.torch.pytree import tree_leaves
-from lightning_automodel.modules.caches import new_in_caches
+from lightning_automodel.modules.caches import kept_in_caches, new_in_caches
 
 _DEPTH = 4  # of containers in an object
 _ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refers to, and does not hold
@@ -25,6 +27,8 @@ _ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refer
 def watch_hidden_outputs(module: nn.Module) -> None:
     """Show FSDP2, of which ``module`` is a unit, the tensors that an output, or a cache, hides from it."""
     module.register_forward_hook(_watch, with_kwargs=True)
+    if any(isinstance(part, FSDPModule) and part is not module for part in module.modules()):
+        module.register_forward_hook(_watch_caches, with_kwargs=True)
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -40,6 +44,15 @@ def _watch(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) 
     hidden = [] if isinstance(output, Tensor) or _shown(output) else _hidden(output)
     if hidden or (hidden := new_in_caches(kwargs)):
         watch_outputs(module, hidden)
+
+
+def _watch_caches(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Let a unit around others know of passes that a later one comes back to, through what its blocks kept: FSDP2 has
+    freed it behind that one, if a gradient reached what entered the unit there (the states of an encoder).
+    """
+    returned = output if isinstance(output, Mapping) else {}
+    if torch.is_grad_enabled() and (kept := kept_in_caches({**returned, **kwargs})):
+        watch_outputs(module, kept)
 
 
 def _shown(output: Any) -> list[Tensor]:

@@ -82,15 +82,20 @@ _INSTEAD = {
     "aten.index_put_.default: in-place operations that require placement changes": _BY_INDICES,
     "aten.index_put_.default does not have a sharding strategy registered": _BY_INDICES,  # torch 2.11
     "out of bounds for storage of size 0": (
-        "the backward pass needs parameters that were freed. Either the forward pass of their module returned no "
-        "tensor that requires a gradient; return from it all that the loss reads, in the place of keeping it on the "
-        "module. Or the loss reads a parameter itself behind that pass (probabilities @ embedding.weight); take its "
-        "full_tensor() before the model is called, or call the layer"
+        "the backward pass needs parameters that were freed. Either the loss reads nothing that the forward pass of "
+        "their module returned, and a tensor that a hook or an attribute has kept; return from it all that the loss "
+        "reads, or add that loss to one of what the model returns. Or the loss reads a parameter itself behind that "
+        "pass (probabilities @ embedding.weight); take its full_tensor() before the model is called, or call the layer"
     ),
 }
 
 _INSTEAD_OF_ROWS = {
     **_TRANSFORMS,
+    "out of bounds for storage of size 0": (
+        "the backward pass needs parameters that Megatron-FSDP has freed: it begins at a tensor that their block did "
+        "not return, such as one that a hook or an attribute has kept. Return from the block all that the loss reads, "
+        "or add that loss to one of what the model returns; or use zero_dp_strategy=2, which keeps parameters whole"
+    ),
     "appears to not have been used in the graph": _ASKED.format(does="Megatron-FSDP gathers", where=""),
     "got mixed torch.Tensor and DTensor": _BESIDE_ROWS,
     "occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor": _LOADED,

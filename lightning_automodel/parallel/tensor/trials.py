@@ -29,6 +29,7 @@ from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.modules.caches import without_cache
+from lightning_automodel.parallel.given_containers import copied
 from lightning_automodel.parallel.tensor.beside import beside, note_whole
 from lightning_automodel.parallel.tensor.trial_weights import (
     Tried,
@@ -195,7 +196,7 @@ def _evaluate(
     with fresh(module, training) as buffers:
         before = {name: (version_of(buffer), buffer) for name, buffer in buffers.items()}
         with watch, WithoutDropout():
-            output = module.forward(*args, **kwargs)
+            output = module.forward(*copied(args), **copied(kwargs))
         watch.beside = beside(output)
         written = [x.float() for v, x in before.values() if x.is_floating_point() and version_of(x) != v]
     return [x.float().clone() for x in floating(output)[:1]] + written
@@ -214,7 +215,7 @@ def _differentiate(module: nn.Module, args: tuple, kwargs: dict[str, Any], watch
         held = entering.clone()  # which may be written to
         args, kwargs = tree_map(lambda x: held if x is first else x, (args, kwargs))
         with watch:
-            output = floating(module.forward(*args, **kwargs))[0]
+            output = floating(module.forward(*copied(args), **copied(kwargs)))[0]
         return [torch.autograd.grad(output, entering, watch.gradient_of(output))[0].float()]
 
 

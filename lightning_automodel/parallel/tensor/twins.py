@@ -18,6 +18,7 @@ from lightning_automodel._compat.torch.tensors import TorchDispatchMode, argumen
 from lightning_automodel._compat.transformers.models import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
 from lightning_automodel.modules.caches import without_cache
+from lightning_automodel.parallel.given_containers import copied
 
 
 def twin_of(block: nn.Module) -> nn.Module:
@@ -126,17 +127,15 @@ def _tried(name: str, forward: Callable, noted: "_Note", found: set[str]) -> Cal
 
 
 def _on_meta(value: Any, length_of: Callable[[Tensor], int | None]) -> Any:
-    """Copy tensors in ``value`` to meta; a slice of the sequence becomes as long as the whole."""
-    if isinstance(value, Tensor):
-        shape = list(value.shape)
-        if (whole := length_of(value)) is not None:
+    """Copy ``value`` with tensors on meta; a slice of the sequence becomes as long as the whole."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if (whole := length_of(tensor)) is not None:
             shape[1] = whole
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-    if isinstance(value, dict):
-        return {key: _on_meta(x, length_of) for key, x in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_on_meta(x, length_of) for x in value)
-    return value
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return copied(value, change=empty)
 
 
 def shape_of_draw(args: Sequence[Any]) -> torch.Size:
