@@ -122,7 +122,8 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     parts = torch.stack(x.chunk(ranks, dim)) if dim else x.contiguous()
     out = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
     reduce_scatter(out, parts.flatten(0, 1) if dim else parts, group=group)
-    return out.narrow(dim, 0, shard_bounds(size, ranks, group.rank())[1])
+    own = shard_bounds(size, ranks, group.rank())[1]
+    return out if own == length else out.narrow(dim, 0, own).clone()  # blocks may add to it in place, not to a view
 
 
 class _CopyIn(torch.autograd.Function):

@@ -56,6 +56,7 @@ from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel, ins
 from lightning_automodel.plans import Layout, Plan, derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.adapters import check_four_bit, check_recomputed_and_compiled
 from lightning_automodel.plans.context import derive_context_layout
+from lightning_automodel.plans.sequence import SequenceLayout
 
 
 class Sharding(Protocol):
@@ -90,7 +91,7 @@ def apply_stages(
     store_as_rows(model, tp)
     check_four_bit(model)
     compute_adapted_parameters(model)
-    plan, layout = _plan(model, tp, config)
+    plan, layout = _plan(model, tp, cp, config)
     _store_in(model, param_dtype)
     broadcast_weights(model, axes.tp)
     if config.float8 is not None:
@@ -144,7 +145,7 @@ def _check_whole(model: nn.Module) -> None:
         )
 
 
-def _plan(model: nn.Module, tp: int, config: StageSwitches) -> tuple[Plan, Layout] | tuple[None, None]:
+def _plan(model: nn.Module, tp: int, cp: int, config: StageSwitches) -> tuple[Plan, Layout] | tuple[None, None]:
     """Choose the plan, and derive what it means for every parameter."""
     if tp == 1:
         _warn_of_ignored(config)
@@ -152,8 +153,20 @@ def _plan(model: nn.Module, tp: int, config: StageSwitches) -> tuple[Plan, Layou
     plan = select_plan(model, config.tp_plan)
     layout = derive_layout(model, plan, tp, config.sequence_parallel and isinstance(model, PreTrainedModel))
     _check_sequence_parallel(model, config, layout)
+    if layout.sequence is not None and cp > 1 and (blocks := _seen_whole(model, layout.sequence)):
+        warn_once(
+            f"sequence_parallel=True does nothing for {' and '.join(sorted(blocks))} with cp={cp}: they take arguments "
+            "of which it is not known which tokens they hold, and see the whole sequence: exact"
+        )
+        layout = derive_layout(model, plan, tp)
     validate_tp(model, tp, layout)
     return plan, layout
+
+
+def _seen_whole(model: nn.Module, sequence: SequenceLayout) -> set[str]:
+    """List the classes of the blocks that both would cut, of which context parallelism gives some all tokens."""
+    whole = derive_context_layout(model).gathered_blocks
+    return {class_names(model.get_submodule(name))[0] for names in sequence.block_lists for name in whole & set(names)}
 
 
 def _warn_of_ignored(config: StageSwitches) -> None:

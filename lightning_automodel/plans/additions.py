@@ -43,7 +43,10 @@ CORRECTIONS: dict[str, Mapping[str, str]] = {
 OF_USERS: set[str] = set()
 """Classes whose rules a user registered."""
 
-WHOLE_BETWEEN_BLOCKS = {"Inkling2TextModel", "Inkling2LoopTextModel"}
+WHOLE_BETWEEN_BLOCKS = {
+    *("Inkling2TextModel", "Inkling2LoopTextModel"),
+    *("BltLocalEncoder", "BltLocalDecoder", "XLMModel", "FlaubertModel"),
+}
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
 
 MIXES_TOKENS = {"DogeAttention"}

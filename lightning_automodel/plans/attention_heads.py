@@ -1,4 +1,4 @@
-"""Finds modules that compute with a number of heads: a rank with a share of the heads must count its share only.
+"""Finds modules that compute with a number of heads, or their width: a rank with a share of them must count its share.
 
 Most attention modules ask the width of a projection for the number of heads (``view(batch, seq, -1, head_dim)``), and
 work on slices as they are. Others read an attribute. With ``view(batch, -1, num_heads, head_dim)`` slices would even
@@ -18,12 +18,16 @@ from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS, Style
 
 LEVELS = 2
 """How far above a projection its attention module is: ``self_attn.q_proj``, or ``self_attn.q_proj.linear``."""
+_WIDTHS = ("embed_dim", "all_head_size", "split_size", "inner_dim")
+"""Attributes of attention modules that hold the width of all heads."""
+_FUSED = 3  # query, key and value in one matrix
 
 
 def head_counts(
     modules: Mapping[str, nn.Module], parameters: Mapping[str, Style], blocks: Mapping[str, nn.Module], tp: int
 ) -> dict[str, dict[str, int]]:
-    """Computes a rank's share of each attribute that counts heads, for the modules whose projections are split.
+    """Computes a rank's share of each attribute that counts heads, or holds the width of all of them, for the modules
+    whose projections are split.
 
     Args:
         modules: all modules of the model by name.
@@ -38,8 +42,9 @@ def head_counts(
     for name, style in parameters.items():
         if not style.opens or name.count(".") < 2:
             continue
-        for above in _above(name.rpartition(".")[0], blocks):
-            counts = _used_counts(modules[above])
+        projection = name.rpartition(".")[0]
+        for above in _above(projection, blocks):
+            counts = _used_counts(modules[above], getattr(modules[projection], "out_features", 0))
             if counts:
                 shares[above] = {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
                 break
@@ -70,9 +75,11 @@ def _above(projection: str, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
             return
 
 
-def _used_counts(module: nn.Module) -> dict[str, int]:
+def _used_counts(module: nn.Module, width: int) -> dict[str, int]:
     used = names_in_code(module)
     found = {attribute: count for attribute, count in counts_of(module).items() if attribute in used}
+    widths = {attribute: getattr(module, attribute, None) for attribute in _WIDTHS if attribute in used}
+    found |= {attribute: n for attribute, n in widths.items() if isinstance(n, int) and n in (width, width // _FUSED)}
     if found:
         log_once(f"{class_names(module)[0]}: its code counts heads by {', '.join(found)}")
     return found

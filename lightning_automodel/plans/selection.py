@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from lightning_automodel.config.imports import import_class_from_path
 from lightning_automodel.config.values import EXTENDS, check_tp_plan
 from lightning_automodel.distributed.logs import log_once, warn_once
-from lightning_automodel.modules.structure import class_names, find_names_of_ends
+from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
 from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, CORRECTIONS, OF_USERS
+from lightning_automodel.plans.conventions import conventional_plan
 from lightning_automodel.plans.known_code import MEASURED, package
 from lightning_automodel.plans.published import published_plan
 from lightning_automodel.plans.styles import STYLES
@@ -87,21 +88,21 @@ def _select_plan(model: nn.Module, custom: Rules | str | None) -> Plan:
     matching, dropped = _matching(
         merged, model, {rule for where in sources if where != _REGISTERED for rule in sources[where]}
     )
-    source = _in_force(matching, sources, replaces=bool(known_rules(model)) and list(sources) == [_CUSTOM])
+    source = _in_force(matching, sources, replaces=any(_own(model).values()) and list(sources) == [_CUSTOM])
     log_once(f"{type(model).__name__}: tensor parallelism by {source}")
     of_user = _CUSTOM in sources or any(name in OF_USERS for module in model.modules() for name in class_names(module))
     named = _named_styles(matching, model)
-    return Plan(named, source, measured=package(model) in MEASURED and not of_user, dropped=tuple(dropped))
+    is_measured = package(model) in MEASURED and not of_user and _CONVENTIONAL not in sources
+    return Plan(named, source, measured=is_measured, dropped=tuple(dropped))
 
 
 _OWN, _REGISTERED, _CUSTOM = "of the model's own plan", "registered for its class", "of tp_plan"
+_CONVENTIONAL = "by the names of its layers"
 
 
 def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
     """Returns the rules for ``model`` by where they come from, later ones before earlier ones."""
-    rules = _resolve(custom, model)
-    published = published_plan(model)
-    own: dict[str, Rules] = {_OWN: published, _REGISTERED: _registered(model, published)}
+    rules, own = _resolve(custom, model), _known(model)
     if not rules:
         return own
     mine: dict[str, Rules] = {_CUSTOM: {rule: style for rule, style in rules.items() if rule != EXTENDS}}
@@ -118,9 +119,41 @@ def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> 
 
 
 def known_rules(model: nn.Module) -> Rules:
-    """Collects what the model publishes and what is registered for its class; empty if the user must bring a plan."""
+    """Collects what the model publishes and what is registered for its class, and where that names nothing in its
+    blocks, what the names of its layers tell; empty if the user must bring a plan.
+    """
+    return {rule: style for rules in _known(model).values() for rule, style in rules.items()}
+
+
+def _known(model: nn.Module) -> dict[str, Rules]:
+    own = _own(model)
+    if _reach_blocks(own, model):
+        return own
+    return {_CONVENTIONAL: _with_wildcards(conventional_plan(model), model), **own}
+
+
+def _own(model: nn.Module) -> dict[str, Rules]:
     published = published_plan(model)
-    return {**published, **_registered(model, published)}
+    return {_OWN: published, _REGISTERED: _registered(model, published)}
+
+
+def _reach_blocks(sources: Mapping[str, Rules], model: nn.Module) -> bool:
+    """Tell whether rules name anything in blocks; some plans name the head alone."""
+    plan = Plan({rule: "" for rules in sources.values() for rule in rules}, "")
+    return bool(plan.rules) and any(
+        plan.rule_for(f"{name}.{inner}")
+        for name, block in find_blocks(model).items()
+        for inner in (*dict(block.named_modules()), *dict(block.named_parameters()))
+    )
+
+
+def _with_wildcards(styles: Rules, model: nn.Module) -> Rules:
+    """Write one rule for layers of one style, where it names no other."""
+    names: dict[str, list[str]] = {}
+    for name, _ in model.named_modules():
+        names.setdefault(wildcard(name), []).append(name)
+    alike = {pattern: {styles.get(name) for name in found} for pattern, found in names.items()}
+    return {wildcard(n) if len(alike[wildcard(n)]) == 1 else n: style for n, style in styles.items()}
 
 
 def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:

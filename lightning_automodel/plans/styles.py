@@ -124,7 +124,7 @@ def _whole(name: str, ndim: int) -> Placement:
 
 
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads")
-HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", *KEY_VALUE_HEADS)
+HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", *KEY_VALUE_HEADS)
 """Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
 
 EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")

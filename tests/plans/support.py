@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from tests.support.comparison import Schedule
 
@@ -36,12 +36,17 @@ def build_llama() -> nn.Module:
 
 
 def build_opt() -> nn.Module:
-    """A model that publishes no plan."""
+    """A model that publishes no plan; the names of its layers tell one."""
     torch.manual_seed(0)
     config = OPTConfig(
         **SIZES, ffn_dim=64, num_hidden_layers=2, max_position_embeddings=64, word_embed_proj_dim=48, dropout=0.0
     )
     return with_vectors(OPTForCausalLM(config))
+
+
+def build_gpt2() -> nn.Module:
+    """A model without a plan: its matrices are [in, out], and queries, keys and values lie one above the other."""
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))
 
 
 class Packed(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_automodel.config import FSDP2Config
@@ -21,7 +21,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.testing.pool import Pool, RankFailed
-from tests.plans.support import BOUND, PACKED_PLAN, SCHEDULE, build_llama, build_opt, build_packed
+from tests.plans.support import BOUND, PACKED_PLAN, SCHEDULE, build_gpt2, build_llama, build_opt, build_packed
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
 
@@ -210,10 +210,6 @@ def reads_config() -> nn.Module:
     return model
 
 
-def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))
-
-
 def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
 
@@ -250,7 +246,7 @@ def mixes() -> nn.Module:
         (build_llama, {"model.layers.*.mlp.up_proj": "colwise"}, "no module around it or beside it .* that sums"),
         (build_llama, {"extends": "model", "lm_head": "colwise"}, "'lm_head' .* use colwise_gather_output"),
         (build_opt, {f"{DECODER}.fc1": "split_heads"}, r"split_heads, but it has no attribute that counts heads"),
-        (gpt2, {"transformer.h.*.mlp.c_fc": "colwise"}, r"\(Conv1D\) .* stored as \[in, out\]"),
+        (build_gpt2, {"transformer.h.*.mlp.c_fc": "colwise"}, r"\(Conv1D\) .* stored as \[in, out\]"),
         (reads_config, ATTENTION, r"self_attn \(ReadsConfig\) reads config.num_attention_heads"),
         (
             partial(tiny_model, "persimmon"),

@@ -1,0 +1,244 @@
+"""Finds the plan of a model that publishes none, by the names that attention and feed-forward have for their layers.
+
+::
+
+    BertLayer
+      attention
+        self.query, self.key, self.value     [out, in]     read the stream         -> colwise
+        output.dense                         [out, in]     reads their features    -> rowwise
+      intermediate.dense                                                           -> colwise
+      output.dense                                                                 -> rowwise
+
+Names alone are no proof. The shapes must fit each other, and the first forward pass runs each module that was split
+with drawn weights, whole and in parts: one that computes across its features ends there, with its name.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Layers that read the stream, and the one that reads their features, by their names in a module that holds them.
+
+    Attributes:
+        columns: layers that read the stream.
+        row: the layer that writes it.
+        is_attention: the features between are those of heads.
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    is_attention: bool = False
+
+
+def _attention(columns: str, *rows: str) -> list[Pair]:
+    return [Pair(tuple(columns.split()), row, is_attention=True) for row in rows]
+
+
+def _feed_forward(columns: str, row: str) -> Pair:
+    return Pair(tuple(columns.split()), row)
+
+
+PAIRS = (
+    *_attention("q_proj k_proj v_proj", "out_proj", "o_proj", "dense", "Wo"),
+    *_attention("query_proj key_proj value_proj", "out_proj"),
+    *_attention("self.query self.key self.value", "output.dense"),
+    *_attention("attention.query attention.key attention.value", "output.dense"),
+    *_attention("query key value", "output.dense", "dense"),
+    *_attention("q k v", "o"),
+    *_attention("q_lin k_lin v_lin", "out_lin"),
+    *_attention("Wq Wk Wv", "dense"),
+    *_attention("project_q project_k project_v", "attention_out"),
+    *_attention("query_key_value", "dense"),
+    _feed_forward("gate_proj up_proj", "down_proj"),
+    _feed_forward("wi_0 wi_1", "wo"),
+    _feed_forward("w_in.w_0 w_in.w_1", "w_out"),
+    _feed_forward("intermediate.dense", "output.dense"),
+    _feed_forward("intermediate_dense", "output_dense"),
+    _feed_forward("intermediate", "output"),
+    _feed_forward("dense_h_to_4h", "dense_4h_to_h"),
+    _feed_forward("up_proj", "down_proj"),
+    _feed_forward("fc1", "fc2"),
+    _feed_forward("fc_in", "fc_out"),
+    _feed_forward("c_fc", "c_proj"),
+    _feed_forward("lin1", "lin2"),
+    _feed_forward("linear1", "linear2"),
+    _feed_forward("layer_1", "layer_2"),
+    _feed_forward("wi", "wo"),
+    _feed_forward("Wi", "Wo"),
+    _feed_forward("ffn", "ffn_output"),
+)
+"""In transformers' models. Of two that share a layer the earlier one counts."""
+
+_WHOLE = {"BigBirdAttention", "PegasusXGlobalLocalAttention"}
+"""Classes that stay whole. The first takes another module for short sequences, which counts all heads; the second
+computes with a width that it finds in a record of its sizes."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+_WIDTHS_OF_INPUT = {"embed_dim", "hidden_size"}
+"""Variables in the code of attention modules for the width of what came in."""
+
+_OF_ALL_HEADS = {"alibi", "position_bias"}
+"""Arguments of attention modules that hold numbers of all heads: a rank has its share of the heads only."""
+
+_STREAMS = {"residual", "input_tensor"}
+"""Arguments that are added to what a module computes."""
+
+
+def conventional_plan(model: nn.Module) -> dict[str, str]:
+    """Collect the rules for the layers in the blocks of a model of transformers, and for its ends.
+
+    Args:
+        model: its parameters may be on the meta device.
+
+    Returns:
+        name of a module to style, without wildcards; empty where no block has a pair, and for other libraries' models.
+    """
+    rules: dict[str, str] = {}
+    if not isinstance(model, PreTrainedModel):
+        return rules
+    for name, block in find_blocks(model).items():
+        width = _width(model, name)
+        for inner, holder in block.named_modules():
+            for found in _found_in(holder, width):
+                prefix = ".".join(part for part in (name, inner) if part)
+                styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
+                rules |= {} if rules.keys() & styles.keys() else styles
+    return {**_ends(model), **rules} if rules else {}
+
+
+def _width(model: nn.Module, block: str) -> int | None:
+    """Return the width of the stream of ``block``, which the config of the nearest model around it has."""
+    names = block.split(".")
+    around = (model.get_submodule(".".join(names[:i])) for i in reversed(range(len(names))))
+    config = next((module.config for module in around if isinstance(module, PreTrainedModel)), None)
+    return getattr(config, "hidden_size", None)
+
+
+def _ends(model: nn.Module) -> dict[str, str]:
+    """Return the rules for the embedding of tokens and for the head, which may be one matrix."""
+    embedding, head = find_names_of_ends(model)
+    rules = {}
+    if embedding is not None and isinstance(model.get_submodule(embedding), nn.Embedding):
+        rules[embedding] = "embedding_rowwise"
+    if head is not None and isinstance(model.get_submodule(head), nn.Linear):
+        rules[head] = "colwise_gather_output"
+    return rules
+
+
+# ---- a pair ----------------------------------------------------------------------------------------------------------
+
+
+def _found_in(holder: nn.Module, width: int | None) -> Iterator["_Found"]:
+    """Yield the pairs of which ``holder`` has all layers, that write a stream of ``width``, and that can be split."""
+    for pair in PAIRS:
+        found = _Found.of(holder, pair)
+        if found is not None and found.style and width in (None, found.row.out_features) and not found.stays_whole():
+            yield found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A pair in a module that holds all of its layers.
+
+    Attributes:
+        holder: that module.
+        pair: the names in it.
+        columns: the layers that read the stream.
+        row: the layer that writes it.
+    """
+
+    holder: nn.Module
+    pair: Pair
+    columns: list[nn.Linear]
+    row: nn.Linear
+
+    @classmethod
+    def of(cls, holder: nn.Module, pair: Pair) -> Self | None:
+        """Find the layers of ``pair`` in ``holder``; ``None`` where one is missing, or no linear layer."""
+        try:
+            layers = [holder.get_submodule(name) for name in (*pair.columns, pair.row)]
+        except AttributeError:
+            return None
+        linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        return cls(holder, pair, linear[:-1], linear[-1]) if len(linear) == len(layers) else None
+
+    @property
+    def reader(self) -> nn.Module:
+        """Return the module whose code calls the layers that read the stream."""
+        return self.holder.get_submodule(self.pair.columns[0].rpartition(".")[0])
+
+    @property
+    def writer(self) -> nn.Module:
+        """Return the module whose code calls the layer that writes it."""
+        return self.holder.get_submodule(self.pair.row.rpartition(".")[0])
+
+    @property
+    def style(self) -> str:
+        """Tell from the widths how the layers that read the stream are split; empty where they do not fit the other.
+
+        Keys and values may have fewer heads than queries. A single layer may hold several matrices: queries, keys and
+        values that alternate head by head, or gate and up one above the other.
+        """
+        widths, read = [layer.out_features for layer in self.columns], self.row.in_features
+        if max(widths) == read:
+            return "colwise"
+        fused = {3 * read: "interleaved_colwise"} if self.pair.is_attention else {2 * read: "packed_colwise"}
+        return fused.get(widths[0], "") if len(widths) == 1 else ""
+
+    def styles(self) -> dict[str, str]:
+        """Collect the style of each layer, and of the holder (the empty name) where that adds the stream."""
+        adds = {"": "separate"} if self._adds_the_stream() else {}
+        return {**adds, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
+
+    def stays_whole(self) -> bool:
+        """Tell whether what computes with the features between the layers needs all of them, as far as that is seen."""
+        names = {*class_names(self.holder), *class_names(self.reader)}
+        needs_all = bool(_WHOLE & names) or self._has_others_beside() or self._writes_by_others()
+        return needs_all or (self.pair.is_attention and self._counts_all_heads())
+
+    def _has_others_beside(self) -> bool:
+        """Tell whether what reads the stream has parameters for each head or feature, other matrices or convolutions.
+
+        Norms of single heads are none of these.
+        """
+        others = [child for child in self.reader.children() if child not in (*self.columns, self.row)]
+        beside = [parameter for child in others for parameter in child.parameters(recurse=False)]
+        if any(isinstance(module, _CONVOLUTIONS) for child in others for module in child.modules()):
+            return True
+        own = any(parameter.ndim for parameter in self.reader.parameters(recurse=False))
+        return own or any(parameter.ndim > 1 or self.row.in_features in parameter.shape for parameter in beside)
+
+    def _writes_by_others(self) -> bool:
+        """Tell whether the writer, where that is another module than the holder, has other matrices (adapters)."""
+        matrices = [parameter for parameter in self.writer.parameters() if parameter.ndim > 1]
+        return self.writer is not self.holder and len(matrices) > 1
+
+    def _counts_all_heads(self) -> bool:
+        """Tell whether attention is handed numbers of all heads, or its code gives back the width that came in.
+
+        That is ``reshape(batch, seq, embed_dim)`` with a variable; attributes are divided.
+        """
+        kinds = reversed(type(self.reader).__mro__)
+        methods = {name: method for kind in kinds for name, method in vars(kind).items() if name != "__init__"}
+        codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods.values()]
+        variables = {name for code in codes if code is not None for name in code.co_varnames}
+        return bool(_arguments(self.reader) & _OF_ALL_HEADS or variables & _WIDTHS_OF_INPUT)
+
+    def _adds_the_stream(self) -> bool:
+        is_block = isinstance(self.holder, GradientCheckpointingLayer)
+        return not is_block and bool((_arguments(self.holder) | _arguments(self.writer)) & _STREAMS)
+
+
+def _arguments(module: nn.Module) -> set[str]:
+    return set(inspect.signature(type(module).forward).parameters)

@@ -1,0 +1,239 @@
+"""Plans by the names of layers: what they find, what they leave whole, and that they are exact on the user's way."""
+
+import copy
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from lightning_automodel import FSDP2Config, FSDP2TPStrategy
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.testing.pool import Pool, RankFailed
+from tests.plans.support import BOUND, SCHEDULE, build_gpt2, build_opt
+from tests.plans.test_custom_plans import changed_bert, documented
+from tests.support.comparison import compare
+from tests.support.families import tiny_model
+from tests.support.training import whole
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DRY: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def layers_of(model: nn.Module) -> dict[str, str]:
+    """Rules by the last two names of a layer in its block."""
+    rules = {rule.rpartition("*.")[2]: style for rule, style in known_rules(model).items()}
+    return {".".join(name.split(".")[-2:]): style for name, style in rules.items()}
+
+
+def test_the_names_of_opt_tell_the_documented_plan() -> None:
+    assert known_rules(build_opt()) == {**documented(), "lm_head": "colwise_gather_output"}
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "left"),
+    [
+        ("bert", {"self.query": "colwise", "output.dense": "rowwise", "intermediate.dense": "colwise"}, ""),
+        ("bloom", {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}, "query_key_value"),  # alibi
+        ("persimmon", {"self_attn.query_key_value": "interleaved_colwise"}, ""),
+        ("moshi", {"mlp.fc1": "packed_colwise", "mlp.fc2": "rowwise"}, ""),
+        ("prophetnet", {"feed_forward.output": "rowwise"}, "attn"),  # positions of its own; widths of what came in
+        ("trocr", {"fc1": "colwise", "fc2": "rowwise"}, "self_attn"),  # reshape to the width of the input
+        ("xmod", {"self.query": "colwise"}, "output.adapter"),
+        ("hunyuan_v1_dense", {"self_attn.q_proj": "colwise", "mlp.down_proj": "rowwise"}, ""),  # its plan: the head
+        ("diffllama", {"mlp.up_proj": "colwise"}, "self_attn"),  # parameters for each head
+        ("bitnet", {}, "proj"),  # norms across the features between two layers
+        ("zaya", {}, "fc1"),  # a router, which does not write the stream
+    ],
+)
+def test_what_is_split_and_what_stays_whole(family: str, split: dict[str, str], left: str) -> None:
+    model = tiny_model(family)
+    found = layers_of(model)
+    assert split.items() <= found.items()
+    assert not [name for name in known_rules(model) if left and left in name]
+
+
+def test_a_plan_names_each_layer_once_in_wildcards() -> None:
+    rules = known_rules(tiny_model("bert"))
+    assert "bert.encoder.layer.*.intermediate.dense" in rules
+    assert not [rule for rule in rules if any(part.isdigit() for part in rule.split("."))]
+
+
+def test_models_without_such_names_and_of_no_library_have_no_rules() -> None:
+    assert known_rules(build_gpt2()) == {}
+    layer = nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)})
+    assert known_rules(nn.ModuleList([layer, copy.deepcopy(layer)])) == {}
+
+
+def test_ranks_hold_less() -> None:
+    model = build_opt()
+    layout = derive_layout(model, select_plan(model), 2)
+    matrices = [n for n, p in model.named_parameters() if p.ndim == 2 and "embed_positions" not in n]
+    assert [n for n in matrices if layout.parameters[n].placement == Replicate()] == []
+    assert not layout.measured  # the first forward pass proves it
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+FAMILIES = ("bert", "bloom", "falcon", "falcon_h1", "mpt", "mvp", "opt", "persimmon", "prophetnet", "xlm", "zamba")
+"""One of each rule: residuals, attributes of widths, fused and shared layers, sums in place, what stays whole."""
+
+
+def errors(sizes: dict[str, int], fields: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    """Runs on each rank: the largest error of each family."""
+    world = torch.distributed.get_world_size()
+    config = FSDP2Config(**fields)
+    found = {name: compare(partial(tiny_model, name), sizes, world, SCHEDULE, config).largest for name in FAMILIES}
+    return {name: error for name, error in found.items() if error[0] > BOUND}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"sequence_parallel": True}], ids=["", "sequence_parallel"])
+def test_families_are_exact(fields: dict[str, Any], pool2: Pool) -> None:
+    assert pool2.run(errors, {"tp": 2}, fields, timeout=300) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_families_are_exact_on_data_ranks(pool4: Pool) -> None:
+    assert pool4.run(errors, {"dp_shard": 2, "tp": 2}, {}, timeout=300) == [{}] * 4
+
+
+def split_changed() -> None:
+    """Runs on each rank."""
+    model = changed_bert()
+    ids = torch.arange(3, 15)[None]
+    parallelize(model, build_mesh(resolve_sizes(2, tp=2), "cpu"))(ids, labels=ids)
+
+
+def test_names_are_no_proof(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"layer\.0\.intermediate \(BertIntermediate\) gives other numbers with parts"):
+        pool2.run(split_changed)
+
+
+@pytest.mark.slow
+def test_on_a_cut_sequence(pool4: Pool) -> None:
+    """Of some of them blocks see all tokens, so that the ranks of tp must not cut these, too."""
+    assert pool4.run(errors, {"cp": 2, "tp": 2}, {"sequence_parallel": True}, timeout=300) == [{}] * 4
+
+
+# ---- from files, with a Trainer --------------------------------------------------------------------------------------
+
+
+def classifier() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    model = BertForSequenceClassification(BertConfig(**SIZES, **DRY, vocab_size=61, num_labels=3))
+    return model, {"input_ids": ids(4, 12), "labels": torch.tensor([0, 2, 1, 0])}
+
+
+def encoder_decoder() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    config = T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0)
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config), {"input_ids": ids(4, 12), "labels": ids(4, 9)}
+
+
+def images() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    model = ViTForImageClassification(ViTConfig(**SIZES, **DRY, image_size=16, patch_size=8, num_labels=3))
+    return model, {"pixel_values": draw(4, 3, 16, 16), "labels": torch.tensor([0, 2, 1, 0])}
+
+
+def speech() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    widths = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in _WHISPER.items()}
+    config = WhisperConfig(
+        **widths,
+        d_model=32,
+        vocab_size=61,
+        num_mel_bins=8,
+        max_source_positions=10,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+    )
+    return WhisperForConditionalGeneration(config), {"input_features": draw(4, 8, 20), "labels": ids(4, 9)}
+
+
+_WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+TASKS = {f.__name__: f for f in (classifier, encoder_decoder, images, speech)}
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(3, 61, shape, generator=torch.Generator().manual_seed(0))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+class FineTuning(L.LightningModule):
+    """Steps of a saved model; each micro-batch is a row."""
+
+    def __init__(self, task: str, directory: Path) -> None:
+        super().__init__()
+        self.task, self.directory = task, directory
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            kind = type(TASKS[self.task]()[0])
+            self.model = kind.from_pretrained(self.directory, attn_implementation="eager")
+
+    def train_dataloader(self) -> Any:
+        _, batch = TASKS[self.task]()
+        return torch.utils.data.DataLoader([{k: v[i] for k, v in batch.items()} for i in range(4)], batch_size=1)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(task: str, directory: Path, sizes: dict[str, int] | None) -> tuple[dict[str, Tensor], int]:
+    """Runs on each rank, or in this process: weights after two epochs of an optimizer step, and the rank's elements."""
+    world = 1 if sizes is None else math.prod(sizes.values())
+    rows = 4 // (sizes or {}).get("dp_shard", 1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy="auto" if sizes is None else FSDP2TPStrategy(**sizes),
+        max_epochs=2,
+        accumulate_grad_batches=rows,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = FineTuning(task, directory)
+    trainer.fit(module)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+    return {name: whole(p).detach() for name, p in module.named_parameters()}, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_one_line_trains_it(task: str, tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
+    torch.manual_seed(0)
+    TASKS[task]()[0].save_pretrained(tmp_path)
+    expected, elements = trained(task, tmp_path, None)
+    before = dict(TASKS[task]()[0].from_pretrained(tmp_path).named_parameters())
+    for pool, sizes in ((pool2, {"tp": 2}), (pool4, {"tp": 2, "dp_shard": 2})):
+        for found, held in pool.run(trained, task, tmp_path, sizes, trainer=True, timeout=120):
+            assert held < 0.8 * elements
+            for name, value in expected.items():
+                change = (value - before[name.removeprefix("model.")]).norm()
+                torch.testing.assert_close(found[name], value, rtol=0, atol=float(1e-3 * change) + 1e-7, msg=name)
