@@ -210,9 +210,11 @@ class _Found:
     def _has_others_beside(self) -> bool:
         """Tell whether what reads the stream has parameters for each head or feature, other matrices or convolutions.
 
-        Norms of single heads are none of these.
+        A norm that all heads share is none of these; a list of norms, one for each head, is.
         """
         others = [child for child in self.reader.children() if child not in (*self.columns, self.row)]
+        if any(isinstance(module, nn.ModuleList) for child in others for module in child.modules()):
+            return True
         beside = [parameter for child in others for parameter in child.parameters(recurse=False)]
         if any(isinstance(module, _CONVOLUTIONS) for child in others for module in child.modules()):
             return True

@@ -162,9 +162,11 @@ def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
     Others are layers and encoders beside models, whole on every rank; without a plan a model of transformers with a
     head, which may be large, is an error.
     """
-    if known_rules(model) or (isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None):
+    resolved = _resolve(custom, model)
+    known = _own(model) if resolved and EXTENDS not in resolved else _known(model)  # what a plan of the user replaces
+    if any(known.values()) or (isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None):
         return True
-    rules = {rule: style for rule, style in _resolve(custom, model).items() if rule != EXTENDS}
+    rules = {rule: style for rule, style in resolved.items() if rule != EXTENDS}
     return bool(rules) and len(_unused(rules, model)) < len(rules)
 
 

@@ -27,7 +27,7 @@ from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
-from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.plans.selection import has_rules, known_rules
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, SCHEDULE, build_gpt2, build_opt
 from tests.plans.test_custom_plans import changed_bert, documented
@@ -70,6 +70,21 @@ def test_what_is_split_and_what_stays_whole(family: str, split: dict[str, str], 
     found = layers_of(model)
     assert split.items() <= found.items()
     assert not [name for name in known_rules(model) if left and left in name]
+
+
+def test_norms_of_each_head_leave_attention_whole() -> None:
+    rules = known_rules(tiny_model("stablelm", qk_layernorm=True))
+    assert "model.layers.*.mlp.up_proj" in rules
+    assert not [name for name in rules if "self_attn" in name]
+    assert "model.layers.*.self_attn.q_proj" in known_rules(tiny_model("stablelm"))
+
+
+def test_a_plan_of_the_users_for_another_model_leaves_an_encoder_whole() -> None:
+    encoder, plan = tiny_model("bert").base_model, {"model.layers.*.mlp.up_proj": "colwise"}
+    assert has_rules(encoder, None)
+    assert has_rules(encoder, {"extends": "model", **plan})
+    assert has_rules(encoder, {"encoder.layer.*.intermediate.dense": "colwise_gather_output"})
+    assert not has_rules(encoder, plan)  # it replaces the names, and matches nothing
 
 
 def test_a_plan_names_each_layer_once_in_wildcards() -> None:
