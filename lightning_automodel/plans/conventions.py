@@ -83,7 +83,8 @@ _WHOLE = {"BigBirdAttention", "PegasusXGlobalLocalAttention"}
 """Classes that stay whole. The first takes another module for short sequences, which counts all heads; the second
 computes with a width that it finds in a record of its sizes."""
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_OF_CHANNELS_OR_HEADS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ModuleList)
+"""What computes with each feature as a channel, or with each head by a module of its own."""
 
 _WIDTHS_OF_INPUT = {"embed_dim", "hidden_size"}
 """Variables in the code of attention modules for the width of what came in."""
@@ -213,11 +214,9 @@ class _Found:
         A norm that all heads share is none of these; a list of norms, one for each head, is.
         """
         others = [child for child in self.reader.children() if child not in (*self.columns, self.row)]
-        if any(isinstance(module, nn.ModuleList) for child in others for module in child.modules()):
+        if any(isinstance(module, _OF_CHANNELS_OR_HEADS) for child in others for module in child.modules()):
             return True
         beside = [parameter for child in others for parameter in child.parameters(recurse=False)]
-        if any(isinstance(module, _CONVOLUTIONS) for child in others for module in child.modules()):
-            return True
         own = any(parameter.ndim for parameter in self.reader.parameters(recurse=False))
         return own or any(parameter.ndim > 1 or self.row.in_features in parameter.shape for parameter in beside)
 
