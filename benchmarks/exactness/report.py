@@ -60,9 +60,9 @@ def configuration(store: Store) -> str:
 
 def _main_tables(families: Mapping[str, Family]) -> Iterable[str]:
     groups = {
-        "Causal language models with a plan": causal_families(),
+        "Causal language models that publish a plan": causal_families(),
         "Models that read images": image_text_families(),
-        "Causal language models without a plan": causal_families(with_plan=False),
+        "Causal language models that publish no plan": causal_families(with_plan=False),
     }
     for title, names in groups.items():
         found = {name: families[name] for name in names if name in families}
