@@ -31,7 +31,8 @@ images, every other micro-batch holds some, and not the same ones on all data ra
 the chunked loss there are two micro-batches with padding, and an odd number of tokens, which tp does not divide; with
 cp as well, and positions of packed documents begin anew. With LoRA, adapters of rank 3 on all linear layers
 (`target_modules="all-linear"`) are added by peft to the sharded model; the base is frozen, every factor compared.
-Under tp, blocks that no plan of the model's own names are split by [the names of their layers](plans.md#a-plan-from-names).
+Under tp, blocks that no plan of the model's own names are split by
+[the names of their layers](plans.md#a-plan-from-names).
 
 Written by `python -m benchmarks.exactness`, which compares what has no result yet; `--family llama`,
 `--columns tp mesh`, `--no-resume` and `--oracle` choose.
