@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS, route_attention
@@ -89,6 +90,8 @@ def _attend(
     _check(stream.rows, module, query, key, attention_mask, kwargs)
     by_heads = stream.chooses_heads(module, query, key, value, attention_mask)
     mask, bounds = (attention_mask, None) if by_heads else stream.own_mask(attention_mask)
+    if mask is not None and mask.dtype == torch.bool and implementation(module) == "eager":
+        bounds = None  # it adds 0 and 1 to the scores, and leaves no key out
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     call = AttentionCall(

@@ -1,5 +1,6 @@
 """Masks are built by rows: a rank never has the whole one, [seq, seq]."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.families import tiny_model
 from tests.support.marks import with_long
+from tests.support.training import whole
 
 LENGTH = 37
+IDS = torch.randint(3, 100, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 PACKED = {"position_ids": torch.cat([torch.arange(11), torch.arange(LENGTH - 11)])[None].expand(2, -1)}
 PADDED = {"attention_mask": torch.ones(2, LENGTH, dtype=torch.int64).index_fill_(1, torch.tensor([0, 1]), 0)}
 
@@ -36,9 +39,8 @@ def rows_of_masks(family: str, beside: dict[str, Tensor], implementation: str, e
     world = torch.distributed.get_world_size()
     model = tiny_model(family, attn_implementation=implementation)
     model = parallelize(model, build_mesh(resolve_sizes(world, cp=world), "cpu"), FSDP2Config(cp_exchange=exchange))
-    ids = torch.randint(3, 100, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with Largest() as largest:
-        model.train()(input_ids=ids, labels=ids, **beside).loss.backward()
+        model.train()(input_ids=IDS, labels=IDS, **beside).loss.backward()
     return largest.rows
 
 
@@ -72,3 +74,23 @@ def changed_masks() -> None:
 def test_masks_that_a_model_changes_are_refused(pool2: Pool) -> None:
     with pytest.raises(RankFailed, match="rows of a mask, and the model changed them before its blocks"):
         pool2.run(changed_masks)
+
+
+def error_of_masks_of_users(implementation: str) -> float:
+    """Runs on each rank: the largest error of gradients with a mask that shuts the first tokens off for the others."""
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[8:, :3] = False
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": mask.expand(2, 1, -1, -1)}
+    one = tiny_model("llama", implementation).train()
+    world = torch.distributed.get_world_size()
+    many = parallelize(copy.deepcopy(one), build_mesh(resolve_sizes(world, cp=world), "cpu"), FSDP2Config())
+    for model in (one, many):
+        model(**batch).loss.backward()
+    expected, found = (dict(model.named_parameters()) for model in (one, many))
+    return max(float((whole(found[n].grad) - p.grad).norm() / p.grad.norm()) for n, p in expected.items())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_boolean_masks_mean_what_they_mean_on_one_process(implementation: str, pool2: Pool) -> None:
+    """Scaled dot products mask by them; transformers' eager attention adds 0 and 1 to its scores."""
+    assert max(pool2.run(error_of_masks_of_users, implementation)) < 1e-5
