@@ -91,7 +91,7 @@ class Column:
         title: its heading.
         run: layout and schedule; ``None``: weights are compared, not numbers of a step.
         weights: what :class:`~tests.support.weights.Weights` calls them; empty: the initial ones.
-        needs_plan: only for families that publish a tensor-parallel plan.
+        needs_plan: only for families that have a tensor-parallel plan, of their own or by the names of their layers.
         families: for which ones; ``None``: all.
     """
 

@@ -23,6 +23,16 @@ def strings_in(code: CodeType) -> set[str]:
     return {c for c in code.co_consts if isinstance(c, str)}.union(*map(strings_in, inner))
 
 
+def codes_of_methods(kind: type) -> Iterator[CodeType]:
+    """Walk through the code of all methods of a class, constructors and what it has from torch apart."""
+    for base in kind.__mro__:
+        if base is object or base.__module__.partition(".")[0] == "torch":
+            continue
+        for name, method in vars(base).items():
+            if inspect.isfunction(method) and name != "__init__":
+                yield inspect.unwrap(method).__code__
+
+
 def reachable_code(functions: Iterable[Callable[..., Any]], owners: Iterable[type]) -> Iterator[CodeType]:
     """Walk through the code of ``functions`` and of what they may call, that of libraries left out.
 

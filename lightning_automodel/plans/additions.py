@@ -32,6 +32,7 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
     "GPTNeoXModel": {"layers.*.attention.query_key_value": "interleaved_colwise"},
     **dict.fromkeys(("InklingTextModel", "Inkling2TextModel", "Inkling2LoopTextModel"), _FUSED_EXPERTS),
     **{f"{name}For{task}": _HEAD for name in _INKLING for task in ("CausalLM", "ConditionalGeneration")},
+    "ChameleonForConditionalGeneration": {"lm_head": "replicate"},  # it writes into its logits
     **diffusion.PLANS,
 }
 
@@ -48,6 +49,12 @@ WHOLE_BETWEEN_BLOCKS = {
     *("BltLocalEncoder", "BltLocalDecoder", "XLMModel", "FlaubertModel"),
 }
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
+
+WHOLE = {
+    "BigBirdAttention",  # takes another module for short sequences, which counts all heads
+    "PegasusXGlobalLocalAttention",  # computes with a width that it finds in a record of its sizes
+}
+"""Classes that no plan by names splits."""
 
 MIXES_TOKENS = {"DogeAttention"}
 """Attention modules in which tokens meet beside transformers' registry of attention functions (a mask that is made of

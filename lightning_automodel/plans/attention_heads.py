@@ -5,13 +5,12 @@ work on slices as they are. Others read an attribute. With ``view(batch, -1, num
 run, and mix the tokens of a sequence.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
-from lightning_automodel.modules.reachable_code import names_in
+from lightning_automodel.modules.reachable_code import codes_of_methods, names_in
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS, Style
@@ -100,11 +99,4 @@ def _check_config(name: str, module: nn.Module, parameter: str) -> None:
 
 def names_in_code(module: nn.Module) -> set[str]:
     """Lists attributes and functions named in the methods of a module's class, its constructor apart."""
-    names: set[str] = set()
-    for kind in type(module).__mro__:
-        if kind.__module__.partition(".")[0] == "torch" or kind is object:
-            continue
-        for method in vars(kind).values():
-            if inspect.isfunction(method) and method.__name__ != "__init__":
-                names |= names_in(inspect.unwrap(method).__code__)
-    return names
+    return {name for code in codes_of_methods(type(module)) for name in names_in(code)}

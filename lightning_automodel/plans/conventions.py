@@ -22,7 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_automodel.modules.reachable_code import codes_of_methods
 from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
+from lightning_automodel.plans.additions import WHOLE
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,6 @@ PAIRS = (
     _feed_forward("ffn", "ffn_output"),
 )
 """In transformers' models. Of two that share a layer the earlier one counts."""
-
-_WHOLE = {"BigBirdAttention", "PegasusXGlobalLocalAttention"}
-"""Classes that stay whole. The first takes another module for short sequences, which counts all heads; the second
-computes with a width that it finds in a record of its sizes."""
 
 _OF_CHANNELS_OR_HEADS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ModuleList)
 """What computes with each feature as a channel, or with each head by a module of its own."""
@@ -205,7 +203,7 @@ class _Found:
     def stays_whole(self) -> bool:
         """Tell whether what computes with the features between the layers needs all of them, as far as that is seen."""
         names = {*class_names(self.holder), *class_names(self.reader)}
-        needs_all = bool(_WHOLE & names) or self._has_others_beside() or self._writes_by_others()
+        needs_all = bool(WHOLE & names) or self._has_others_beside() or self._writes_by_others()
         return needs_all or (self.pair.is_attention and self._counts_all_heads())
 
     def _has_others_beside(self) -> bool:
@@ -230,10 +228,7 @@ class _Found:
 
         That is ``reshape(batch, seq, embed_dim)`` with a variable; attributes are divided.
         """
-        kinds = reversed(type(self.reader).__mro__)
-        methods = {name: method for kind in kinds for name, method in vars(kind).items() if name != "__init__"}
-        codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods.values()]
-        variables = {name for code in codes if code is not None for name in code.co_varnames}
+        variables = {name for code in codes_of_methods(type(self.reader)) for name in code.co_varnames}
         return bool(_arguments(self.reader) & _OF_ALL_HEADS or variables & _WIDTHS_OF_INPUT)
 
     def _adds_the_stream(self) -> bool:

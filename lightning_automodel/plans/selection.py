@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightning_automodel.config.imports import import_class_from_path
 from lightning_automodel.config.values import EXTENDS, check_tp_plan
 from lightning_automodel.distributed.logs import log_once, warn_once
-from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
+from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends, outermost
 from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, CORRECTIONS, OF_USERS
 from lightning_automodel.plans.conventions import conventional_plan
@@ -92,7 +92,7 @@ def _select_plan(model: nn.Module, custom: Rules | str | None) -> Plan:
     log_once(f"{type(model).__name__}: tensor parallelism by {source}")
     of_user = _CUSTOM in sources or any(name in OF_USERS for module in model.modules() for name in class_names(module))
     named = _named_styles(matching, model)
-    is_measured = package(model) in MEASURED and not of_user and _CONVENTIONAL not in sources
+    is_measured = package(model) in MEASURED and not of_user and not sources.get(_CONVENTIONAL)
     return Plan(named, source, measured=is_measured, dropped=tuple(dropped))
 
 
@@ -102,11 +102,11 @@ _CONVENTIONAL = "by the names of its layers"
 
 def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
     """Returns the rules for ``model`` by where they come from, later ones before earlier ones."""
-    rules, own = _resolve(custom, model), _known(model)
+    rules = _resolve(custom, model)
     if not rules:
-        return own
+        return _known(model)
     mine: dict[str, Rules] = {_CUSTOM: {rule: style for rule, style in rules.items() if rule != EXTENDS}}
-    return {**own, **mine} if EXTENDS in rules else mine
+    return {**_known(model), **mine} if EXTENDS in rules else mine
 
 
 def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> str:
@@ -140,11 +140,9 @@ def _own(model: nn.Module) -> dict[str, Rules]:
 def _reach_blocks(sources: Mapping[str, Rules], model: nn.Module) -> bool:
     """Tell whether rules name anything in blocks; some plans name the head alone."""
     plan = Plan({rule: "" for rules in sources.values() for rule in rules}, "")
-    return bool(plan.rules) and any(
-        plan.rule_for(f"{name}.{inner}")
-        for name, block in find_blocks(model).items()
-        for inner in (*dict(block.named_modules()), *dict(block.named_parameters()))
-    )
+    blocks = list(find_blocks(model)) if plan.rules else []
+    names = (name for named in (model.named_modules(), model.named_parameters()) for name, _ in named)
+    return any(plan.rule_for(name) and outermost(blocks, name) for name in names)
 
 
 def _with_wildcards(styles: Rules, model: nn.Module) -> Rules:
@@ -241,7 +239,8 @@ def _no_plan(model: nn.Module) -> str:
     remote = " (remote code)" if type(model).__module__.startswith("transformers_modules") else ""
     weights = dict.fromkeys(wildcard(name) for name, parameter in model.named_parameters() if parameter.ndim == 2)
     return (
-        f"{name}{remote} publishes no tensor-parallel plan, so tp > 1 cannot split it; use tp=1, or give the rules "
+        f"{name}{remote} publishes no tensor-parallel plan, and the names of its layers tell none, so tp > 1 cannot "
+        "split it; use tp=1, or give the rules "
         'yourself: FSDP2Config(tp_plan={"model.layers.*.self_attn.q_proj": "colwise", '
         '"model.layers.*.self_attn.o_proj": "rowwise", ...}) or register_tp_plan. Its matrices: '
         f"{', '.join(weights)}"
