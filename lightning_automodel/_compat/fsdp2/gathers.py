@@ -28,6 +28,9 @@ from lightning_automodel._compat.torch.tensors import without_functorch
 Gather = Callable[[list[Tensor], list[Tensor], ProcessGroup], None]
 """gathers inputs [n] of all ranks in outputs [ranks * n], pair by pair"""
 
+Allocating = Callable[[], AbstractContextManager[None]]
+"""what is around the allocation of outputs"""
+
 
 def gather_trainable(unit: FSDPModule) -> None:
     """Make an FSDP2 unit leave ``torch.inference_mode()`` while it gathers.
@@ -39,12 +42,12 @@ def gather_trainable(unit: FSDPModule) -> None:
             group.__class__ = Gathers
 
 
-def gather_by(unit: FSDPModule, gather: Gather) -> None:
+def gather_by(unit: FSDPModule, gather: Gather, allocating: Allocating) -> None:
     """Make an FSDP2 unit gather its parameters by ``gather``, which returns when they are there; on CPU only."""
     for group in parameter_groups(unit):
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             group.__class__ = _GathersInPlace
-            group.gather = gather
+            group.gather, group.allocating = gather, allocating
 
 
 def forget_gathered_ahead(units: Iterable[FSDPModule]) -> None:
@@ -107,6 +110,7 @@ class Gathers(FSDPParamGroup):
 
 class _GathersInPlace(FSDPParamGroup):
     gather: Gather
+    allocating: Allocating
 
     def unshard(self, async_op: bool = False) -> None:
         """Gather, also where FSDP2 would have it done in the background."""
@@ -137,7 +141,8 @@ class _GathersInPlace(FSDPParamGroup):
         for held in self.fsdp_params:
             own = held.all_gather_inputs
             held.init_all_gather_outputs([x.numel() for x in own], [x.dtype for x in own], ranks, self.device)
-            held.alloc_all_gather_outputs()
+            with self.allocating():
+                held.alloc_all_gather_outputs()
             whole = held.all_gather_outputs
             if held.fsdp_placement.dim != 0 and held.sharded_state == ShardedState.SHARDED:
                 whole = [torch.empty_like(x) for x in whole]

@@ -11,6 +11,7 @@ from lightning_automodel._compat.fsdp2.gathers import gather_by
 from lightning_automodel._compat.fsdp2.scatters import scatter_by
 from lightning_automodel._compat.fsdp2.units import fsdp_units
 from lightning_automodel.distributed.pairwise import all_gather, goes_over_gloo, reduce_scatter
+from lightning_automodel.parallel.freed_memory import from_what_was_freed
 
 
 def communicate_over_gloo(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -18,5 +19,5 @@ def communicate_over_gloo(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.device_type != "cpu" or not goes_over_gloo(mesh.get_group(mesh.ndim - 1)):
         return
     for unit in fsdp_units(model):
-        gather_by(unit, all_gather)
+        gather_by(unit, all_gather, from_what_was_freed)
         scatter_by(unit, reduce_scatter)
