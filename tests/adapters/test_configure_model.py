@@ -21,7 +21,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.training import HIDDEN, batches, make_trainer, tiny_llama, whole
 
-BOUND = 1e-5
+BOUND = 2e-5  # the loss of a preference is a difference: 1.1e-5 was seen on an Intel CPU
 
 
 def lora(model: nn.Module, **fields: Any) -> nn.Module:

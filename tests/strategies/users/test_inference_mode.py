@@ -46,7 +46,7 @@ class ReadFirst(Noted):
 def fitted(kind: type[Noted], layout: str | None, is_stock: bool = False) -> dict[str, Any]:
     """Runs on each rank; ``is_stock``: FSDP2 gathers as it does on GPUs."""
     if is_stock:
-        over_gloo.gather_by = lambda unit, gather: None
+        over_gloo.gather_by = lambda unit, gather, allocating: None
     chosen = LAYOUTS[layout] if layout else None
     strategy, size = (chosen.make(), chosen.data_size) if chosen else ("auto", 1)
     module = kind()
