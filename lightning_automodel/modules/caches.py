@@ -2,7 +2,8 @@
 or computed again leave out; what a user gives or asks for is another matter.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -111,8 +112,22 @@ def named_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> d
     return {**dict(zip(_arguments(module), args, strict=False)), **kwargs} if args else kwargs
 
 
+def caches_by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Give the arguments of a call their names from the first cache on: GPT-2 hands it to its blocks by place."""
+    names = _arguments(module) if args else []
+    at = next((i for i, (name, value) in enumerate(zip(names, args, strict=False)) if _is_cache(name, value)), None)
+    if at is None or len(args) > len(names):
+        return args, kwargs
+    return args[:at], {**dict(zip(names[at:], args[at:], strict=False)), **kwargs}
+
+
 def _arguments(module: nn.Module) -> list[str]:
-    return list(signature(type(module).forward).parameters)[1:]
+    return _names(type(module).forward)
+
+
+@functools.cache
+def _names(forward: Callable) -> list[str]:
+    return list(signature(forward).parameters)[1:]
 
 
 def _caches(kwargs: Mapping[str, Any]) -> Iterator[Any]:

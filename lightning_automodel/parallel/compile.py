@@ -28,6 +28,7 @@ from lightning_automodel._compat.transformers.models import (
 )
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.caches import (
+    caches_by_name,
     has_cache,
     leave_out_cache,
     named_arguments,
@@ -126,6 +127,7 @@ class _CompiledForward:
         """Run ``forward``, of ``block`` or of a part of it, in one graph (``whole``) or in several."""
         if _is_eager(block) or (whole and _keeps_something(block)):
             return forward(*args, **kwargs)
+        args, kwargs = caches_by_name(block, args, kwargs)
         if block.training and not _CACHE_IS_ASKED_FOR.get():
             kwargs = leave_out_cache(kwargs)
         elif has_cache(kwargs):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.fsdp2.units import watch_outputs
 from lightning_automodel._compat.torch.pytree import tree_leaves
-from lightning_automodel.modules.caches import kept_in_caches, new_in_caches
+from lightning_automodel.modules.caches import kept_in_caches, named_arguments, new_in_caches
 
 _DEPTH = 4  # of containers in an object
 _ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refers to, and does not hold
@@ -42,7 +42,7 @@ def _watch(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) 
     if not torch.is_grad_enabled():
         return
     hidden = [] if isinstance(output, Tensor) or _shown(output) else _hidden(output)
-    if hidden or (hidden := new_in_caches(kwargs)):
+    if hidden or (hidden := new_in_caches(named_arguments(module, args, kwargs))):
         watch_outputs(module, hidden)
 
 
@@ -51,7 +51,7 @@ def _watch_caches(module: nn.Module, args: tuple, kwargs: dict[str, Any], output
     freed it behind that one, if a gradient reached what entered the unit there (the states of an encoder).
     """
     returned = output if isinstance(output, Mapping) else {}
-    if torch.is_grad_enabled() and (kept := kept_in_caches({**returned, **kwargs})):
+    if torch.is_grad_enabled() and (kept := kept_in_caches({**returned, **named_arguments(module, args, kwargs)})):
         watch_outputs(module, kept)
 
 

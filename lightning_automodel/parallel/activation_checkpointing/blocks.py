@@ -20,6 +20,7 @@ from lightning_automodel._compat.transformers.models import checkpoint_function,
 from lightning_automodel.config.activation_checkpointing import SCOPES, Mode, Scope, check_checkpointing, scopes_of
 from lightning_automodel.distributed.logs import log, warn_once
 from lightning_automodel.modules.caches import (
+    caches_by_name,
     has_cache,
     leave_out_cache,
     named_arguments,
@@ -144,6 +145,7 @@ def _checkpointed(module: nn.Module, mode: Mode, offload: bool) -> Around:
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if not checkpoints_with_cache(module):
+            args, kwargs = caches_by_name(module, args, kwargs)
             kwargs = leave_out_cache(kwargs)  # it would be written a second time
         with _kept_on_host(args) if offload else nullcontext():
             return _checkpoint(checkpoint, module, partial(forward, **kwargs), args, eager, in_graph)
@@ -201,6 +203,7 @@ def _checkpointed_if_asked(module: nn.Module) -> Around:
                 return forward(*args, **kwargs)
             function, contexts = _as_asked(module)
             if not checkpoints_with_cache(module):
+                args, kwargs = caches_by_name(module, args, kwargs)
                 kwargs = leave_out_cache(kwargs)
             return _checkpoint(function, module, partial(forward, **kwargs), args, [*eager, *contexts], in_graph)
         finally:

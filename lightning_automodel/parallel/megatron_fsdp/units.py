@@ -15,7 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.config.imports import import_classes_from_paths
-from lightning_automodel.modules.caches import new_in_caches
+from lightning_automodel.modules.caches import named_arguments, new_in_caches
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.given_containers import keep_given_containers
 from lightning_automodel.parallel.hidden_outputs import differentiable
@@ -105,7 +105,7 @@ def _watch_bases(
     for base in bases.values():
         if not base.is_leaf and id(base) not in entered:
             base.register_hook(lambda _: gather(unit))
-    if torch.is_grad_enabled() and (kept := new_in_caches(kwargs)):
+    if torch.is_grad_enabled() and (kept := new_in_caches(named_arguments(unit, args, kwargs))):
         register_multi_grad_hook(kept, lambda _: gather(unit), mode="any")  # it is not freed before all have come
 
 

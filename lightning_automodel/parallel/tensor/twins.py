@@ -17,7 +17,7 @@ from lightning_automodel._compat.torch.modules import own_buffers, own_parameter
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode, argument_of
 from lightning_automodel._compat.transformers.models import use_kernels_without_memory
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
-from lightning_automodel.modules.caches import without_cache
+from lightning_automodel.modules.caches import caches_by_name, without_cache
 from lightning_automodel.parallel.given_containers import copied
 
 
@@ -66,6 +66,7 @@ def whole_draws(
         kwargs: a cache among them is left out.
         length_of: how long the whole is that a tensor is a slice of; ``None`` for what is whole.
     """
+    args, kwargs = caches_by_name(twin, args, kwargs)
     args, kwargs = _on_meta(args, length_of), _on_meta(without_cache(kwargs), length_of)
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):  # for kernels that the twin does not use
