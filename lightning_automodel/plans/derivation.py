@@ -79,7 +79,7 @@ def _follow_wrappers(model: nn.Module, layout: Layout, structure: Structure) -> 
 
 def _places(modules: dict[str, nn.Module], name: str) -> list[str]:
     """Name what stands where the module ``name`` stood: itself, or its like in each of the copies of a block."""
-    if name in modules:
+    if name in modules and not has_copies(modules[name]):
         return [name]
     like = [n for n in modules if name_without_wrappers(n) == name and not n.endswith(".base_layer")]
     return [n for n in like if not has_copies(modules[n])]
