@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_automodel._compat.dtensor.tensors import StridedShard, strided_shard
 from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.four_bit import four_bit_layers
+from lightning_automodel.modules.matrices import is_turned
 from lightning_automodel.modules.wrappers import STEPS, is_wrapper, name_without_wrappers, unwrapped
 
 
@@ -103,10 +104,10 @@ class Wrapped:
         """Tells whether ``placement`` cuts the adapted parameter on the dim of its input."""
         layer = unwrapped(self.wrapper)
         ndim = layer.get_parameter(self.base.rpartition(".")[2]).ndim
-        is_turned = self._looks_up or (ndim > 2 and getattr(layer, "is_transposed", False))
+        is_stacked_turned = ndim > 2 and getattr(layer, "is_transposed", False)
         if not isinstance(placement, Shard | StridedShard):
             return False
-        return placement.dim == ndim - (2 if is_turned else 1)
+        return placement.dim == ndim - (2 if self._looks_up or is_stacked_turned or is_turned(layer) else 1)
 
     @property
     def _looks_up(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.modules.matrices import Matrix, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods, names_in
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.plans.selection import wildcard
@@ -19,6 +20,8 @@ LEVELS = 2
 """How far above a projection its attention module is: ``self_attn.q_proj``, or ``self_attn.q_proj.linear``."""
 _WIDTHS = ("embed_dim", "all_head_size", "split_size", "inner_dim")
 """Attributes of attention modules that hold the width of all heads."""
+WIDTH_OF_VIEW = "nf"
+"""Attribute of layers that store [in, out], by which they shape their output."""
 _FUSED = 3  # query, key and value in one matrix
 
 
@@ -43,12 +46,31 @@ def head_counts(
             continue
         projection = name.rpartition(".")[0]
         for above in _above(projection, blocks):
-            counts = _used_counts(modules[above], getattr(modules[projection], "out_features", 0))
+            counts = _used_counts(modules[above], modules[projection])
             if counts:
                 shares[above] = {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
                 break
             _check_config(above, modules[above], name)
     return shares
+
+
+def widths_of_views(
+    modules: Mapping[str, nn.Module], parameters: Mapping[str, Style], tp: int
+) -> dict[str, dict[str, int]]:
+    """Computes a rank's share of the width that a layer which stores [in, out] gives its output by a view.
+
+    Args:
+        modules: all modules of the model by name.
+        parameters: the style of each parameter that has one.
+        tp: number of ranks.
+    """
+    found = {}
+    for name, style in parameters.items():
+        owner, _, short = name.rpartition(".")
+        module = modules[owner]
+        if short == "weight" and is_turned(module) and getattr(style.placement(short, 2), "dim", None) == 1:
+            found[owner] = {WIDTH_OF_VIEW: getattr(module, WIDTH_OF_VIEW) // tp}
+    return found
 
 
 def share(attribute: str, count: int, tp: int) -> int:
@@ -74,7 +96,8 @@ def _above(projection: str, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
             return
 
 
-def _used_counts(module: nn.Module, width: int) -> dict[str, int]:
+def _used_counts(module: nn.Module, projection: nn.Module) -> dict[str, int]:
+    width = out_features(projection) if isinstance(projection, Matrix) else 0
     used = names_in_code(module)
     found = {attribute: count for attribute, count in counts_of(module).items() if attribute in used}
     widths = {attribute: getattr(module, attribute, None) for attribute in _WIDTHS if attribute in used}

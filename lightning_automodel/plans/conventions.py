@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods
 from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
 from lightning_automodel.plans.additions import WHOLE
@@ -61,6 +62,7 @@ PAIRS = (
     *_attention("Wq Wk Wv", "dense"),
     *_attention("project_q project_k project_v", "attention_out"),
     *_attention("query_key_value", "dense"),
+    *_attention("c_attn", "c_proj"),
     _feed_forward("gate_proj up_proj", "down_proj"),
     _feed_forward("wi_0 wi_1", "wo"),
     _feed_forward("w_in.w_0 w_in.w_1", "w_out"),
@@ -142,7 +144,7 @@ def _found_in(holder: nn.Module, width: int | None) -> Iterator["_Found"]:
     """Yield the pairs of which ``holder`` has all layers, that write a stream of ``width``, and that can be split."""
     for pair in PAIRS:
         found = _Found.of(holder, pair)
-        if found is not None and found.style and width in (None, found.row.out_features) and not found.stays_whole():
+        if found is not None and found.style and width in (None, out_features(found.row)) and not found.stays_whole():
             yield found
 
 
@@ -159,8 +161,8 @@ class _Found:
 
     holder: nn.Module
     pair: Pair
-    columns: list[nn.Linear]
-    row: nn.Linear
+    columns: list[Matrix]
+    row: Matrix
 
     @classmethod
     def of(cls, holder: nn.Module, pair: Pair) -> Self | None:
@@ -169,7 +171,7 @@ class _Found:
             layers = [holder.get_submodule(name) for name in (*pair.columns, pair.row)]
         except AttributeError:
             return None
-        linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        linear = [layer for layer in layers if isinstance(layer, Matrix)]
         return cls(holder, pair, linear[:-1], linear[-1]) if len(linear) == len(layers) else None
 
     @property
@@ -187,12 +189,13 @@ class _Found:
         """Tell from the widths how the layers that read the stream are split; empty where they do not fit the other.
 
         Keys and values may have fewer heads than queries. A single layer may hold several matrices: queries, keys and
-        values that alternate head by head, or gate and up one above the other.
+        values that alternate head by head, or stand one above the other (in the lineage of GPT-2); or gate and up.
         """
-        widths, read = [layer.out_features for layer in self.columns], self.row.in_features
+        widths, read = [out_features(layer) for layer in self.columns], in_features(self.row)
         if max(widths) == read:
             return "colwise"
-        fused = {3 * read: "interleaved_colwise"} if self.pair.is_attention else {2 * read: "packed_colwise"}
+        queries = "packed_qkv_colwise" if is_turned(self.columns[0]) else "interleaved_colwise"
+        fused = {3 * read: queries} if self.pair.is_attention else {2 * read: "packed_colwise"}
         return fused.get(widths[0], "") if len(widths) == 1 else ""
 
     def styles(self) -> dict[str, str]:
@@ -216,7 +219,7 @@ class _Found:
             return True
         beside = [parameter for child in others for parameter in child.parameters(recurse=False)]
         own = any(parameter.ndim for parameter in self.reader.parameters(recurse=False))
-        return own or any(parameter.ndim > 1 or self.row.in_features in parameter.shape for parameter in beside)
+        return own or any(parameter.ndim > 1 or in_features(self.row) in parameter.shape for parameter in beside)
 
     def _writes_by_others(self) -> bool:
         """Tell whether the writer, where that is another module than the holder, has other matrices (adapters)."""

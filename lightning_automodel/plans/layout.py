@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat.dtensor.tensors import StridedShard
+from lightning_automodel.modules.matrices import is_turned
 from lightning_automodel.modules.structure import (
     CONTAINERS,
     KEY_VALUE_PROJECTIONS,
@@ -23,11 +24,11 @@ from lightning_automodel.modules.structure import (
     outermost,
     text_config,
 )
-from lightning_automodel.plans.attention_heads import counts_of, head_counts, share
+from lightning_automodel.plans.attention_heads import counts_of, head_counts, share, widths_of_views
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
 from lightning_automodel.plans.style_checks import check_ends, check_places, check_styles, check_sums
-from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of
+from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of, turned
 from lightning_automodel.plans.sum_terms import Term
 
 Rows = tuple[tuple[int, int], ...]
@@ -103,6 +104,7 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
     check_places(model, places, "the tensor-parallel plan splits")
     layout = Layout(boundaries=list(dict.fromkeys(map(structure.first_name, places))))
     layout.attributes = head_counts(structure.modules, structure.parameter_styles, blocks, tp)
+    layout.attributes |= widths_of_views(structure.modules, structure.parameter_styles, tp)
     for name, style in structure.module_styles.items():
         if outermost(layout.boundaries, name) is None:
             layout.modules[name] = ModuleLayout(style.enter, style.leave)
@@ -200,15 +202,18 @@ class Structure:
         self.parameter_styles: dict[str, Style] = {}
         for name in self.modules:
             if name and (rule := plan.rule_for(name)):
-                self.module_styles.setdefault(self.first_name(name), style_of(plan.rules[rule], rule))
+                self.module_styles.setdefault(self.first_name(name), self._fit(name, style_of(plan.rules[rule], rule)))
         for name, _ in model.named_parameters(remove_duplicate=False):
             rule, owner = plan.rule_for(name), self.first_name(name.rpartition(".")[0])
             if rule:
-                self.parameter_styles[name] = style_of(plan.rules[rule], rule)
+                self.parameter_styles[name] = self._fit(owner, style_of(plan.rules[rule], rule))
             elif owner in self.module_styles:
                 self.parameter_styles[name] = self.module_styles[owner]
         self._share_styles_of_ties(model)
         self._split_inputs_of_whole_parents()
+
+    def _fit(self, module: str, style: Style) -> Style:
+        return turned(style) if is_turned(self.modules[module]) else style
 
     def first_name(self, name: str) -> str:
         """Return the name under which a module is registered first: it may stand in several places."""
@@ -276,9 +281,9 @@ class Structure:
         for name, style in self.module_styles.items():
             parent = self.modules[name.rpartition(".")[0]]
             if style.name == "rowwise" and self._is_whole(parent, name):
-                self.module_styles[name] = STYLES["rowwise_split_input"]
-                for parameter, _ in self.modules[name].named_parameters(name):
-                    self.parameter_styles[parameter] = STYLES["rowwise_split_input"]
+                split = self._fit(name, STYLES["rowwise_split_input"])
+                self.module_styles[name] = split
+                self.parameter_styles |= {p: split for p, _ in self.modules[name].named_parameters(name)}
 
     def _is_whole(self, parent: nn.Module, name: str) -> bool:
         prefix = name.rpartition(".")[0]

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrize import is_parametrized
-from transformers.pytorch_utils import Conv1D
 
+from lightning_automodel.modules.matrices import Matrix, in_features, out_features
 from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.plans.own_linears import problem_of_own_linear
 from lightning_automodel.plans.selection import wildcard
@@ -227,8 +227,6 @@ def _problem_of_storage(module: nn.Module, style: Style) -> str:
             "it is a convolution, whose weight [out, in / groups, ...] this style would cut within a channel: "
             "leave it and what reads its channels out of the plan, or use tp=1"
         )
-    if isinstance(module, Conv1D):
-        return "its matrix is stored as [in, out], which no style splits; replace it by a torch.nn.Linear, or use tp=1"
     return ""
 
 
@@ -247,18 +245,21 @@ def _problem_of_place(name: str, modules: Modules, style: Style) -> str:
 def _fused(name: str, modules: Modules, styles: Styles) -> str:
     """Finds several matrices one above the other, read by a module of fewer features: a rank needs its rows of each."""
     parent, module = name.rpartition(".")[0], modules[name]
-    if styles[name].name != "colwise" or not isinstance(module, nn.Linear):
+    if styles[name].name != "colwise" or not isinstance(module, Matrix):
         return ""
     if len([other for other in _siblings(parent, styles) if styles[other].opens]) > 1:
         return ""
     for reader in _siblings(parent, styles):
         other = modules[reader]
-        if styles[reader].closes and isinstance(other, nn.Linear) and module.out_features > other.in_features:
+        if not styles[reader].closes or not isinstance(other, Matrix):
+            continue
+        if out_features(module) > in_features(other):
             return (
-                f"it gives {module.out_features} features of which {wildcard(reader)} reads {other.in_features}: it "
+                f"it gives {out_features(module)} features of which {wildcard(reader)} reads {in_features(other)}: it "
                 "holds several matrices, and contiguous rows of it are not a rank's share of each. Use packed_colwise "
-                "where two stand one above the other (gate and up), interleaved_colwise where they alternate (query, "
-                "key and value of each head), or leave both modules out of the plan"
+                "where two stand one above the other (gate and up), packed_qkv_colwise for a query, key and value of "
+                "one width, interleaved_colwise where these alternate head by head, or leave both modules out of the "
+                "plan"
             )
     return ""
 

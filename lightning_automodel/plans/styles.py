@@ -17,7 +17,7 @@ from enum import Enum, auto
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_automodel._compat.dtensor.tensors import strided_shard
+from lightning_automodel._compat.dtensor.tensors import StridedShard, strided_shard
 
 
 class Enter(Enum):
@@ -96,9 +96,9 @@ def _columns(name: str, ndim: int) -> Placement:
     return Replicate() if name.endswith("bias") else Shard(ndim - 1)
 
 
-def _packed_rows(name: str, ndim: int) -> Placement:
-    """Places two matrices (gate and up) one above the other: a shard of each."""
-    return strided_shard(_dim_of_rows(name, ndim), 2)
+def _packed_rows(matrices: int) -> Callable[[str, int], Placement]:
+    """Places matrices one above the other (gate and up; query, key and value): a shard of each."""
+    return lambda name, ndim: strided_shard(_dim_of_rows(name, ndim), matrices)
 
 
 def _packed_columns(name: str, ndim: int) -> Placement:
@@ -140,7 +140,8 @@ STYLES: dict[str, Style] = {
         Style(name="interleaved_colwise", placement=_rows, enter=Enter.COPY, opens=True),
         _GATHERED,
         replace(_GATHERED, name="colwise_rep"),
-        Style(name="packed_colwise", placement=_packed_rows, enter=Enter.COPY, opens=True),
+        Style(name="packed_colwise", placement=_packed_rows(2), enter=Enter.COPY, opens=True),
+        Style(name="packed_qkv_colwise", placement=_packed_rows(3), enter=Enter.COPY, opens=True),
         Style(name="rowwise", placement=_columns, leave=Leave.REDUCE, closes=True),
         _SPLIT,
         replace(_SPLIT, name="rowwise_rep"),
@@ -178,3 +179,16 @@ def style_of(name: str, rule: str) -> Style:
             f"use one of {', '.join(STYLES)}, or tp=1"
         )
     return STYLES[name]
+
+
+def turned(style: Style) -> Style:
+    """Return ``style`` for a layer that stores its matrix as [in, out]."""
+
+    def placement(name: str, ndim: int) -> Placement:
+        found = style.placement(name, ndim)
+        if ndim != 2 or not isinstance(found, Shard | StridedShard):
+            return found
+        dim = 1 - found.dim
+        return strided_shard(dim, int(found.split_factor)) if isinstance(found, StridedShard) else Shard(dim)
+
+    return replace(style, placement=placement)

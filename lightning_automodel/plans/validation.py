@@ -12,6 +12,7 @@ from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.four_bit import four_bit_layers
 from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, configs_of_layers, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers
+from lightning_automodel.plans.attention_heads import WIDTH_OF_VIEW
 from lightning_automodel.plans.derivation import derive_layout
 from lightning_automodel.plans.layout import Layout
 from lightning_automodel.plans.selection import known_rules, select_plan, wildcard
@@ -113,7 +114,7 @@ def _field(holder: Any, name: str) -> Any:
 def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
     """Collects what the modules themselves say, layer by layer: heads, divided attributes, and packed matrices."""
     for name, attributes in layout.attributes.items():
-        for attribute in HEADS:
+        for attribute in (*HEADS, WIDTH_OF_VIEW):
             if attribute in attributes:
                 whole, shared = getattr(model.get_submodule(name), attribute), attribute in KEY_VALUE_HEADS
                 yield Count(f"{wildcard(name)}.{attribute}", whole, shared)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     MixtralConfig,
 )
 
@@ -242,8 +242,8 @@ def test_a_checkpoint_that_contradicts_its_ties_is_refused(pool2: Pool) -> None:
 
 
 def no_plan() -> None:
-    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
-    parallelize(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)), mesh)
+    config = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=2)
+    parallelize(AutoModelForCausalLM.from_config(config), build_mesh(resolve_sizes(2, tp=2), "cpu"))
 
 
 def bad_heads() -> None:
@@ -254,7 +254,10 @@ def bad_heads() -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [(no_plan, "GPT2LMHeadModel publishes no tensor-parallel plan"), (bad_heads, "num_attention_heads=3.*one of 1, 3")],
+    [
+        (no_plan, "MambaForCausalLM publishes no tensor-parallel plan"),
+        (bad_heads, "num_attention_heads=3.*one of 1, 3"),
+    ],
 )
 def test_a_model_that_tp_does_not_fit_is_refused_on_every_rank(function: Any, message: str, pool2: Pool) -> None:
     with pytest.raises(RankFailed, match=message) as error:

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from tests.support.comparison import Schedule
 
@@ -44,9 +53,15 @@ def build_opt() -> nn.Module:
     return with_vectors(OPTForCausalLM(config))
 
 
+def build_mamba() -> nn.Module:
+    """A model without a plan, whose layers have no names that tell one."""
+    return MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=2))
+
+
 def build_gpt2() -> nn.Module:
-    """A model without a plan: its matrices are [in, out], and queries, keys and values lie one above the other."""
-    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8))
+    """Its matrices are [in, out], and queries, keys and values lie one above the other."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return with_vectors(GPT2LMHeadModel(config))
 
 
 class Packed(nn.Module):

@@ -29,7 +29,7 @@ from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
 from lightning_automodel.plans.selection import has_rules, known_rules
 from lightning_automodel.testing.pool import Pool, RankFailed
-from tests.plans.support import BOUND, SCHEDULE, build_gpt2, build_opt
+from tests.plans.support import BOUND, SCHEDULE, build_mamba, build_opt
 from tests.plans.test_custom_plans import changed_bert, documented
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
@@ -61,6 +61,7 @@ def test_the_names_of_opt_tell_the_documented_plan() -> None:
         ("xmod", {"self.query": "colwise"}, "output.adapter"),
         ("hunyuan_v1_dense", {"self_attn.q_proj": "colwise", "mlp.down_proj": "rowwise"}, ""),  # its plan: the head
         ("diffllama", {"mlp.up_proj": "colwise"}, "self_attn"),  # parameters for each head
+        ("gpt2", {"attn.c_attn": "packed_qkv_colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise"}, ""),
         ("bitnet", {}, "proj"),  # norms across the features between two layers
         ("zaya", {}, "fc1"),  # a router, which does not write the stream
     ],
@@ -94,7 +95,7 @@ def test_a_plan_names_each_layer_once_in_wildcards() -> None:
 
 
 def test_models_without_such_names_and_of_no_library_have_no_rules() -> None:
-    assert known_rules(build_gpt2()) == {}
+    assert known_rules(build_mamba()) == {}
     layer = nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)})
     assert known_rules(nn.ModuleList([layer, copy.deepcopy(layer)])) == {}
 
@@ -109,8 +110,23 @@ def test_ranks_hold_less() -> None:
 
 # ---- on ranks --------------------------------------------------------------------------------------------------------
 
-FAMILIES = ("bert", "bloom", "falcon", "falcon_h1", "mpt", "mvp", "opt", "persimmon", "prophetnet", "xlm", "zamba")
-"""One of each rule: residuals, attributes of widths, fused and shared layers, sums in place, what stays whole."""
+FAMILIES = (
+    "bert",
+    "bloom",
+    "falcon",
+    "falcon_h1",
+    "gpt2",
+    "mpt",
+    "mvp",
+    "openai-gpt",
+    "opt",
+    "persimmon",
+    "prophetnet",
+)
+FAMILIES += ("xlm", "zamba")
+"""One of each rule: residuals, attributes of widths, fused, turned and shared layers, sums in place, lists, what stays
+whole.
+"""
 
 
 def errors(sizes: dict[str, int], fields: dict[str, Any]) -> dict[str, tuple[float, str]]:

@@ -246,7 +246,11 @@ def mixes() -> nn.Module:
         (build_llama, {"model.layers.*.mlp.up_proj": "colwise"}, "no module around it or beside it .* that sums"),
         (build_llama, {"extends": "model", "lm_head": "colwise"}, "'lm_head' .* use colwise_gather_output"),
         (build_opt, {f"{DECODER}.fc1": "split_heads"}, r"split_heads, but it has no attribute that counts heads"),
-        (build_gpt2, {"transformer.h.*.mlp.c_fc": "colwise"}, r"\(Conv1D\) .* stored as \[in, out\]"),
+        (
+            build_gpt2,
+            {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"},
+            "gives 96 features .* packed_qkv_colwise for a query, key and value",
+        ),
         (reads_config, ATTENTION, r"self_attn \(ReadsConfig\) reads config.num_attention_heads"),
         (
             partial(tiny_model, "persimmon"),

@@ -37,10 +37,11 @@ from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.distributed.collectives import copy_in, gather, reduce_out, shard_bounds, split
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import wrap_forward
+from lightning_automodel.modules.matrices import is_turned
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.guards.hooks_of_users import WHOLE, warn_of_parts
-from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside
+from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside, same_container
 from lightning_automodel.parallel.tensor.head_masks import install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.norms import install_norm, install_row_norm
@@ -216,7 +217,7 @@ def _output_width(module: nn.Module) -> int:
     """Count the features that come out of the whole module: rows of a matrix, columns of an embedding."""
     module = unwrapped(module)
     weight = module.get_parameter("weight")  # a DTensor: the whole shape
-    return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[0]
+    return weight.shape[1] if isinstance(module, nn.Embedding) or is_turned(module) else weight.shape[0]
 
 
 class _Around:
@@ -250,9 +251,10 @@ class _Around:
             return output
         if isinstance(output, Tensor):
             return self.function(output)
-        if not isinstance(output, tuple):
+        if not isinstance(output, tuple | list):
             raise ValueError(_no_first_output(module, output))
-        return tuple(map(self.function, output)) if self.every else (self.function(output[0]), *output[1:])
+        changed = map(self.function, output) if self.every else (self.function(output[0]), *output[1:])
+        return same_container(output, changed)
 
 
 def _no_first_output(module: nn.Module, output: Any) -> str:
@@ -260,8 +262,8 @@ def _no_first_output(module: nn.Module, output: Any) -> str:
     return (
         f"the tensor-parallel plan splits a {name}, of whose output the ranks have parts, but it returns a "
         f"{type(output).__name__}, in which it is not known which values are to be summed. Return a tensor, or a tuple "
-        f"with the features in the first place; or leave the {name} whole, with a rule 'replicate' for each of its "
-        "layers in FSDP2Config(tp_plan={'extends': 'model', ...})"
+        f"or list with the features in the first place; or leave the {name} whole, with a rule 'replicate' for each of "
+        "its layers in FSDP2Config(tp_plan={'extends': 'model', ...})"
     )
 
 

@@ -12,7 +12,7 @@ another split layer has gradients of a rank's own, and enters as it is. Whether 
 tells (``trials.py``): slices are for other split layers alone, and a loss of them is an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ _COMPILED = "CompiledFunctionBackward"
 
 def beside(output: Any) -> list[Tensor]:
     """List the floating-point tensors that a module gives beside the first output."""
-    return floating(output[1:]) if isinstance(output, tuple) else []
+    return floating(output[1:]) if isinstance(output, tuple | list) else []
 
 
 def note_whole(module: nn.Module, whole: list[bool]) -> None:
@@ -110,10 +110,12 @@ class EnteringBeside:
         return value if self._within.get(place, False) else copy_in(value, self.group)
 
 
-def same_container(value: Any, entries: list[Any]) -> Any:
-    """Return a tuple or a list of ``entries``; ``value`` itself, to which a module may append, if it has no others."""
-    unchanged = all(x is y for x, y in zip(entries, value, strict=True))
-    return value if unchanged else type(value)(entries)
+def same_container(value: tuple | list, changed: Iterable[Any]) -> Any:
+    """Return a tuple or list of what is ``changed``; ``value`` itself, to which a module may append, if nothing is."""
+    entries = list(changed)
+    if all(x is y for x, y in zip(entries, value, strict=True)):
+        return value
+    return entries if isinstance(value, list) else tuple(entries)
 
 
 def _was_computed_within(value: Tensor) -> bool | None:

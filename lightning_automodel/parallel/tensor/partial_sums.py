@@ -163,7 +163,7 @@ class _Watch(TorchFunctionMode):
             module.__dict__[_FROM_START] = True
             return
         self.end()
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, tuple | list) else (output,)
         if any(isinstance(x, Tensor) and kind(x) is None for x in (outputs if self._all_outputs else outputs[:1])):
             raise ValueError(self._message("what it returns is not made of it"))
         if not self._all_outputs and any(kind(x) is Kind.PARTIAL for x in outputs[1:]):

@@ -10,6 +10,7 @@ from lightning_automodel._compat.transformers.models import recorded_outputs, re
 from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.structure import class_names, outermost
+from lightning_automodel.parallel.tensor.beside import same_container
 from lightning_automodel.plans import Layout
 
 ROUTER_LOGITS, ATTENTIONS = "router_logits", "attentions"
@@ -70,7 +71,7 @@ class _Recorded:
 
     def change(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Put in place what is to be recorded."""
-        value = output[self.index] if isinstance(output, tuple) else output
+        value = output[self.index] if isinstance(output, tuple | list) else output
         if value is None:  # attention maps that its implementation does not have
             return output
         self.own = value
@@ -82,6 +83,6 @@ class _Recorded:
         return output if own is None else self._put(output, own)
 
     def _put(self, output: Any, value: Tensor) -> Any:
-        if not isinstance(output, tuple):
+        if not isinstance(output, tuple | list):
             return value
-        return tuple(value if i == self.index else x for i, x in enumerate(output))
+        return same_container(output, (value if i == self.index else x for i, x in enumerate(output)))

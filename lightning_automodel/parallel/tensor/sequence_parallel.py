@@ -152,13 +152,13 @@ class BlockOnStream(SharedByCopies):
 
     def leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         """Gather the stream behind the last block; note its length on what goes to another."""
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, tuple | list) else (output,)
         if self.is_last:
-            outputs = tuple(map(self._gather, outputs))
+            outputs = same_container(outputs, map(self._gather, outputs))
             self.stream.length, self.stream.running = None, False
         else:
             self.stream.mark(outputs)
-        return outputs if isinstance(output, tuple) else outputs[0]
+        return outputs if isinstance(output, tuple | list) else outputs[0]
 
     def _gather(self, x: Any) -> Any:
         length = self.stream.length
@@ -226,10 +226,10 @@ class ChildOnStream(SharedByCopies):
 
     def leave(self, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Cut the output; of several, the first is the stream, and the others are cut where they are like it."""
-        if not isinstance(output, tuple):
+        if not isinstance(output, tuple | list):
             return self._leave(output)
         flat = self.stream.runs_flat(args, kwargs, whole=True)
-        return (self._leave(output[0]), *(self._leave_beside(x, flat) for x in output[1:]))
+        return same_container(output, (self._leave(output[0]), *(self._leave_beside(x, flat) for x in output[1:])))
 
     def _leave(self, value: Any) -> Any:
         if self.stream.is_whole(value):

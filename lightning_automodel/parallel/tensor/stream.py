@@ -104,7 +104,7 @@ class Stream:
         """Turn [batch x tokens, ...] into [batch, tokens, ...]."""
         return value.unflatten(0, (self.batch, self.length if whole else self._rows()))
 
-    def mark(self, outputs: tuple) -> None:
+    def mark(self, outputs: tuple | list) -> None:
         """Attach the length of the whole sequence to slices, and ``None`` to a whole stream, for the next block."""
         for i, x in enumerate(outputs):
             if isinstance(x, Tensor) and (i == 0 or self.is_slice(x)):

@@ -1,0 +1,106 @@
+"""Layers that store their matrix as [in, out] (GPT-2's): split by names or by rules of one's own, and adapted."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_automodel import FSDP2Config
+from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.plans.validation import validate_tp
+from lightning_automodel.testing.pool import Pool
+from tests.plans.support import BOUND, SCHEDULE, build_gpt2
+from tests.support.comparison import compare
+
+BLOCK = "transformer.h.*"
+LAYERS = ["c_attn", "c_proj", "c_fc"]
+
+
+def adapted(build: Any, **fields: Any) -> nn.Module:
+    """GPT-2 with adapters on all layers of its blocks, which are drawn, in float64: low rank cancels in float32."""
+    torch.manual_seed(0)
+    if build is IA3Config:
+        config = IA3Config(target_modules=LAYERS, feedforward_modules=["c_fc"], fan_in_fan_out=True, **fields)
+    else:
+        config = LoraConfig(target_modules=LAYERS, init_lora_weights=False, fan_in_fan_out=True, r=2, **fields)
+    model = get_peft_model(build_gpt2(), config).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+def crossed() -> nn.Module:
+    """Blocks with a cross-attention that nothing calls."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=128, add_cross_attention=True)
+    return GPT2LMHeadModel(config)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "names": (build_gpt2, {}),
+    "sequence_parallel": (build_gpt2, {"sequence_parallel": True}),
+    "gathered": (
+        build_gpt2,
+        {"tp_plan": {f"{BLOCK}.mlp.c_fc": "colwise_gather_output", f"{BLOCK}.mlp.c_proj": "rowwise_split_input"}},
+    ),
+    "lora": (partial(adapted, LoraConfig), {}),
+    "lora with biases": (partial(adapted, LoraConfig, bias="all"), {}),
+    "dora": (partial(adapted, LoraConfig, use_dora=True), {}),
+    "ia3": (partial(adapted, IA3Config), {}),
+    "feed-forward to save": (partial(adapted, LoraConfig, modules_to_save=["mlp"]), {}),
+    "attention to save": (partial(adapted, LoraConfig, modules_to_save=["attn"]), {}),
+}
+
+
+def errors(sizes: dict[str, int], names: list[str]) -> dict[str, Any]:
+    """Runs on each rank: the largest error of each case that has one."""
+    world = torch.distributed.get_world_size()
+    found = {}
+    for name in names:
+        build, fields = CASES[name]
+        found[name] = compare(build, sizes, world, SCHEDULE, FSDP2Config(**fields)).largest
+    return {name: error for name, error in found.items() if not error[0] <= BOUND}
+
+
+def test_exact(pool2: Pool) -> None:
+    assert pool2.run(errors, {"tp": 2}, list(CASES), timeout=200) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"tp": 4}], ids=str)
+def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
+    assert pool4.run(errors, sizes, list(CASES), timeout=300) == [{}] * 4
+
+
+def test_what_a_rank_has() -> None:
+    model: Any = build_gpt2()
+    layout = derive_layout(model, select_plan(model), 2)
+    block = "transformer.h.0"
+    assert layout.parameters[f"{block}.mlp.c_fc.weight"].placement == Shard(1)
+    assert layout.parameters[f"{block}.mlp.c_fc.bias"].placement == Shard(0)
+    assert layout.parameters[f"{block}.mlp.c_proj.weight"].placement == Shard(0)
+    assert layout.parameters[f"{block}.mlp.c_proj.bias"].on_first_rank
+    assert layout.parameters[f"{block}.attn.c_attn.bias"].stacked == 3
+    assert layout.attributes[f"{block}.attn.c_attn"] == {"nf": model.transformer.h[0].attn.c_attn.nf // 2}
+
+
+def test_layers_without_a_pair_stay_whole() -> None:
+    model = crossed()
+    layout = derive_layout(model, select_plan(model), 2)
+    whole = {n for n, p in layout.parameters.items() if p.placement == Replicate() and model.get_parameter(n).ndim == 2}
+    assert {n.rpartition("0.")[2] for n in whole if ".h." in n} == {
+        f"crossattention.{layer}.weight" for layer in ("c_attn", "q_attn", "c_proj")
+    }
+
+
+def test_widths_that_tp_does_not_divide_are_told() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=128, n_inner=66))
+    with pytest.raises(ValueError, match=r"tp=4 does not fit GPT2LMHeadModel with .*mlp.c_fc.nf=66"):
+        validate_tp(model, 4, derive_layout(model, select_plan(model), 4))
