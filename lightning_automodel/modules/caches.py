@@ -2,13 +2,12 @@
 or computed again leave out; what a user gives or asks for is another matter.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from inspect import signature
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_automodel.modules.forward import arguments_of
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
@@ -100,34 +99,20 @@ def taking_caches(model: nn.Module) -> Iterator[nn.Module]:
     """Find the outermost modules around blocks that a user may give a cache of keys and values."""
     ends = list(find_blocks(model))
     for name, module in model.named_modules():
-        if outermost(ends, name) is None and not {*_CACHES, "cache"}.isdisjoint(_arguments(module)):
+        if outermost(ends, name) is None and not {*_CACHES, "cache"}.isdisjoint(arguments_of(module)):
             yield module
             ends.append(name)
             if module is model:
                 return
 
 
-def named_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give those of a call their names."""
-    return {**dict(zip(_arguments(module), args, strict=False)), **kwargs} if args else kwargs
-
-
 def caches_by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Give the arguments of a call their names from the first cache on: GPT-2 hands it to its blocks by place."""
-    names = _arguments(module) if args else []
+    names = arguments_of(module) if args else []
     at = next((i for i, (name, value) in enumerate(zip(names, args, strict=False)) if _is_cache(name, value)), None)
     if at is None or len(args) > len(names):
         return args, kwargs
     return args[:at], {**dict(zip(names[at:], args[at:], strict=False)), **kwargs}
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    return _names(type(module).forward)
-
-
-@functools.cache
-def _names(forward: Callable) -> list[str]:
-    return list(signature(forward).parameters)[1:]
 
 
 def _caches(kwargs: Mapping[str, Any]) -> Iterator[Any]:

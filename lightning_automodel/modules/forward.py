@@ -133,3 +133,18 @@ class _Attributes(SharedByCopies):
             yield
         finally:
             self._write(now)
+
+
+def named_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Give those of a call of ``module`` their names."""
+    return {**dict(zip(arguments_of(module), args, strict=False)), **kwargs} if args else kwargs
+
+
+def arguments_of(module: nn.Module) -> list[str]:
+    """List the names of the arguments that the class of ``module`` takes, in their order."""
+    return _names(type(module).forward)
+
+
+@functools.cache
+def _names(forward: Callable) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]

@@ -31,11 +31,10 @@ from lightning_automodel.modules.caches import (
     caches_by_name,
     has_cache,
     leave_out_cache,
-    named_arguments,
     refuse_left_out,
     taking_caches,
 )
-from lightning_automodel.modules.forward import wrap_forward
+from lightning_automodel.modules.forward import named_arguments, wrap_forward
 from lightning_automodel.modules.kept_states import has_been_watched, may_keep_something
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks
 from lightning_automodel.parallel.activation_checkpointing.blocks import is_checkpointed

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel._compat.fsdp2.units import watch_outputs
 from lightning_automodel._compat.torch.pytree import tree_leaves
-from lightning_automodel.modules.caches import kept_in_caches, named_arguments, new_in_caches
+from lightning_automodel.modules.caches import kept_in_caches, new_in_caches
+from lightning_automodel.modules.forward import named_arguments
 
 _DEPTH = 4  # of containers in an object
 _ELSEWHERE = (type, ModuleType, FunctionType, nn.Module)  # what an object refers to, and does not hold

@@ -327,6 +327,8 @@ def mask_heads(config: FSDP2Config) -> list[float]:
     found.append(compare(makers[0], {"tp": 2}, 2, SCHEDULE, config, draw=with_masks).largest[0])
     model = parallelize(makers[0](), build_mesh(resolve_sizes(2, tp=2), "cpu"))
     (batch, *_) = with_masks(SCHEDULE, 0, 0)
+    by_place = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
+    assert torch.equal(by_place, model(**batch).loss)
     with pytest.raises(ValueError, match="attention_mask has a gradient for each of 4 heads"):
         model(**{**batch, "attention_mask": batch["attention_mask"].clone().requires_grad_()})
     return found

@@ -23,7 +23,6 @@ from lightning_automodel.modules.caches import (
     caches_by_name,
     has_cache,
     leave_out_cache,
-    named_arguments,
     refuse_left_out,
     taking_caches,
 )
@@ -32,6 +31,7 @@ from lightning_automodel.modules.forward import (
     Context,
     Nested,
     keep_for_recomputation,
+    named_arguments,
     recomputation_context,
     wrap_forward,
 )

@@ -15,7 +15,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from lightning_automodel._compat.torch.pytree import tree_leaves
 from lightning_automodel._compat.torch.tensors import base_of
 from lightning_automodel.config.imports import import_classes_from_paths
-from lightning_automodel.modules.caches import named_arguments, new_in_caches
+from lightning_automodel.modules.caches import new_in_caches
+from lightning_automodel.modules.forward import named_arguments
 from lightning_automodel.modules.structure import find_independent_blocks, find_towers, outermost
 from lightning_automodel.parallel.given_containers import keep_given_containers
 from lightning_automodel.parallel.hidden_outputs import differentiable

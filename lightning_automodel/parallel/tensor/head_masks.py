@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel.modules.forward import code_of, wrap_forward
+from lightning_automodel.modules.forward import code_of, named_arguments, wrap_forward
 from lightning_automodel.modules.structure import find_blocks, outermost, text_config
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
@@ -35,11 +35,12 @@ def install_head_masks(model: nn.Module, group: ProcessGroup, layout: Layout) ->
     per_rank = heads // group.size()
 
     def around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        mask = kwargs.get(_MASK)
+        given = named_arguments(model, args, kwargs)
+        mask = given.get(_MASK)
         if isinstance(mask, Tensor) and mask.ndim == 4 and 1 < mask.shape[1] == heads:
             if mask.requires_grad:
                 raise ValueError(_cannot_train(reading[0], heads, group.size()))
-            kwargs = {**kwargs, _MASK: mask.narrow(1, group.rank() * per_rank, per_rank)}
+            args, kwargs = (), {**given, _MASK: mask.narrow(1, group.rank() * per_rank, per_rank)}
         return forward(*args, **kwargs)
 
     wrap_forward(model, around)
