@@ -1,5 +1,6 @@
 """Layers that store their matrix as [in, out] (GPT-2's): split by names or by rules of one's own, and adapted."""
 
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_automodel import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.plans.validation import validate_tp
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, SCHEDULE, build_gpt2
@@ -112,6 +114,13 @@ def test_what_a_rank_has() -> None:
     assert layout.parameters[f"{block}.mlp.c_proj.bias"].on_first_rank
     assert layout.parameters[f"{block}.attn.c_attn.bias"].stacked == 3
     assert layout.attributes[f"{block}.attn.c_attn"] == {"nf": model.transformer.h[0].attn.c_attn.nf // 2}
+
+
+def test_copies_of_a_module_lend_no_names() -> None:
+    model: Any = get_peft_model(build_gpt2(), LoraConfig(target_modules=["c_attn"], modules_to_save=["mlp"]))  # type: ignore[arg-type]
+    plain = model.get_base_model()
+    names = [name for name, _ in plain.named_modules()]
+    assert {any(fnmatch(name, rule) for name in names) for rule in known_rules(plain)} == {True}
 
 
 def test_layers_without_a_pair_stay_whole() -> None:
