@@ -20,6 +20,7 @@ from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_
 from lightning_automodel.plans.linearity import tensors
 
 NARROW = (torch.bfloat16, torch.float16)
+_OTHERS = (*NARROW, torch.float64)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DROPOUTS = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
@@ -89,8 +90,8 @@ def fresh(module: nn.Module, training: bool) -> Generator[dict[str, Tensor], Non
 
 
 def in_float32(values: Any) -> Any:
-    """Return ``values`` with narrow tensors as float32."""
-    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, values)
+    """Return ``values`` with narrow and wide tensors as float32."""
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _OTHERS else x, values)
 
 
 def floating(values: Any) -> list[Tensor]:

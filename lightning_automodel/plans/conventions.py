@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods
 from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
@@ -167,10 +168,7 @@ class _Found:
     @classmethod
     def of(cls, holder: nn.Module, pair: Pair) -> Self | None:
         """Find the layers of ``pair`` in ``holder``; ``None`` where one is missing, or no linear layer."""
-        try:
-            layers = [holder.get_submodule(name) for name in (*pair.columns, pair.row)]
-        except AttributeError:
-            return None
+        layers = [_member(holder, name) for name in (*pair.columns, pair.row)]
         linear = [layer for layer in layers if isinstance(layer, Matrix)]
         return cls(holder, pair, linear[:-1], linear[-1]) if len(linear) == len(layers) else None
 
@@ -237,6 +235,14 @@ class _Found:
     def _adds_the_stream(self) -> bool:
         is_block = isinstance(self.holder, GradientCheckpointingLayer)
         return not is_block and bool((_arguments(self.holder) | _arguments(self.writer)) & _STREAMS)
+
+
+def _member(holder: nn.Module, name: str) -> nn.Module | None:
+    """Find a module by its name; peft's copies of a module lend it their members, which have other names."""
+    found: nn.Module | None = holder
+    for part in name.split("."):
+        found = own_children(found).get(part) if found is not None else None
+    return found
 
 
 def _arguments(module: nn.Module) -> set[str]:

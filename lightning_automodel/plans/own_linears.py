@@ -21,17 +21,23 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import code_of
+from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
+from lightning_automodel.plans.attention_heads import WIDTH_OF_VIEW
 from lightning_automodel.plans.known_code import KNOWN, is_known
 from lightning_automodel.plans.styles import Style
 
 _ROWS, _TOLERANCE = 3, 1e-3
-_TRIED = ("colwise", "colwise_gather_output", "rowwise", "embedding_rowwise")
+_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "rowwise_split_output", "packed_rowwise")
+_TRIED = (
+    *("colwise", "interleaved_colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "packed_qkv_colwise"),
+    *(*_COLUMNS, "embedding_rowwise"),
+)
 _CANNOT = (RuntimeError, AttributeError, AssertionError, TypeError, ValueError, IndexError)
 
 
 def problem_of_own_linear(module: nn.Module, style: Style) -> str:
     """Say what a layer of a user's code would do otherwise on slices of its weight; empty if nothing is known."""
-    if not isinstance(module, nn.Linear | nn.Embedding):
+    if not isinstance(module, Matrix | nn.Embedding):
         return "" if is_known(module) else _problem_of_members(module, style)
     if code_of(module).__module__.partition(".")[0] in (
         *KNOWN,
@@ -49,9 +55,9 @@ def problem_of_own_linear(module: nn.Module, style: Style) -> str:
         return ""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         is_right = (
-            _is_right_on_parts(module, rows=style.name != "rowwise")
-            if isinstance(module, nn.Linear)
-            else _looks_up(module)
+            _looks_up(module)
+            if isinstance(module, nn.Embedding)
+            else _is_right_on_parts(module, rows=style.name not in _COLUMNS)
         )
     if is_right:
         return ""
@@ -116,11 +122,11 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_right_on_parts(module: nn.Linear, rows: bool) -> bool:
+def _is_right_on_parts(module: Matrix, rows: bool) -> bool:
     """Compare the layer, with weights drawn at random, with its two halves, of which one is larger than the other."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
-    x, weight = draw(_ROWS, module.in_features), draw(module.out_features, module.in_features)
-    bias = None if module.bias is None else draw(module.out_features)
+    x, weight = draw(_ROWS, in_features(module)), draw(out_features(module), in_features(module))
+    bias = None if module.bias is None else draw(out_features(module))
     halves = weight.chunk(2, 0 if rows else 1)
     halves[1].mul_(4)
     none = None if bias is None else torch.zeros_like(bias)
@@ -137,17 +143,18 @@ def _is_right_on_parts(module: nn.Linear, rows: bool) -> bool:
 
 def _call(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run the layer with other parameters in their places: what is assigned to ``forward`` may hold the layer."""
-    parameters, buffers, training = own_parameters(module), own_buffers(module), module.training
-    before = dict(parameters), dict(buffers)
-    values = {"weight": weight, "bias": bias}
+    parameters, buffers, attributes = own_parameters(module), own_buffers(module), vars(module)
+    changed = {"training": False, **({WIDTH_OF_VIEW: len(weight)} if is_turned(module) else {})}
+    before = dict(parameters), dict(buffers), {name: attributes[name] for name in changed}
+    values = {"weight": weight.T if is_turned(module) else weight, "bias": bias}
     try:
         for name, value in values.items():
             if name in parameters:
                 parameters[name] = None if value is None else nn.Parameter(value, requires_grad=False)
         buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
-        module.training = False
+        attributes.update(changed)
         return module.forward(x)
     finally:
         parameters.update(before[0])
         buffers.update(before[1])
-        module.training = training
+        attributes.update(before[2])

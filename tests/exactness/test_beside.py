@@ -2,7 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,6 +45,24 @@ class Packing(Attention):
     pack, unpack = staticmethod(lambda value: (value,)), staticmethod(lambda value: value[0])
 
 
+class Given(NamedTuple):
+    """What attention of a user gives, by name."""
+
+    mixed: Tensor
+    first: Any
+    size: Tensor
+
+
+class Naming(Attention):
+    def forward(self, *args: Any) -> Given:
+        return Given(*super().forward(*args))
+
+
+class Listing(Attention):
+    def forward(self, *args: Any) -> list:  # type: ignore[override]
+        return [*super().forward(*args)]
+
+
 class Router(nn.Module):
     """Weighs what it gives, and gives what a loss and the next layer's router read."""
 
@@ -59,6 +77,9 @@ class Router(nn.Module):
         return output, (logits.logsumexp(-1).square().mean(), logits)
 
 
+_CONTAINERS = {Naming: Given, Listing: list}
+
+
 class Block(nn.Module):
     def __init__(self, attention: type[Attention]) -> None:
         super().__init__()
@@ -66,7 +87,9 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor, first: Any, logits: Any, rotary: tuple[Tensor, Tensor]) -> tuple:
-        mixed, first, size = self.attention(self.norms[0](x), first, rotary)
+        given = self.attention(self.norms[0](x), first, rotary)
+        assert isinstance(given, _CONTAINERS.get(type(self.attention), tuple))
+        mixed, first, size = given
         x = x + mixed
         output, (loss, logits) = self.ffn(self.norms[1](x), logits)
         return x + output, first, logits, loss, size
@@ -107,7 +130,7 @@ def errors(sizes: dict[str, int], world: int, levers: list[dict[str, Any]]) -> l
     return [
         compare(partial(build, kind), sizes, world, SCHEDULE, FSDP2Config(tp_plan=PLAN, **lever)).largest
         for lever in levers
-        for kind in (Attention, Packing)
+        for kind in (Attention, Packing, Naming, Listing)
     ]
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 from transformers import LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from lightning_automodel.plans.derivation import derive_layout
 from lightning_automodel.plans.selection import select_plan
+from tests.plans.support import build_gpt2
 from tests.support.training import tiny_llama
 
 
@@ -93,6 +95,59 @@ def test_what_is_right_on_parts_is_split(kind: Any, projection: str) -> None:
     before = torch.get_rng_state()
     derive_layout(model, select_plan(model), 2)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("style", ["colwise_rep", "colwise_gather_output"])
+def test_alone(style: str) -> None:
+    model, name = model_with(MeanOfWeight, "up_proj"), "model.layers.*.mlp.up_proj"
+    with pytest.raises(ValueError, match="gives other numbers with a part of the weight"):
+        derive_layout(model, select_plan(model, {name: style}), 2)
+
+
+class LessMeanOfRows(Conv1D):
+    """[in, out]: takes a mean over its output features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.weight.mean(1).sum()
+
+
+class LessMeanOfColumns(Conv1D):
+    """Takes a mean over its input features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - (x.mean(-1, keepdim=True) * self.weight.std(0))
+
+
+class Twice(Conv1D):
+    """Is right on parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def turned_with(kind: type[Conv1D]) -> nn.Module:
+    model: Any = build_gpt2()
+    for block in model.transformer.h:
+        block.mlp.c_fc.__class__ = block.mlp.c_proj.__class__ = kind
+    return model
+
+
+TURNED = [
+    (LessMeanOfRows, "c_fc", "colwise_rep"),
+    (LessMeanOfColumns, "c_proj", "rowwise_split_input"),
+]
+
+
+@pytest.mark.parametrize(("kind", "layer", "style"), TURNED)
+def test_turned(kind: type[Conv1D], layer: str, style: str) -> None:
+    plan, model = {f"transformer.h.*.mlp.{layer}": style}, turned_with(kind)
+    with pytest.raises(ValueError, match=f"{layer}.*gives other numbers with a part of the weight"):
+        derive_layout(model, select_plan(model, plan), 2)
+    twice = turned_with(Twice)
+    first: Any = twice.get_submodule(f"transformer.h.0.mlp.{layer}")
+    width = first.nf
+    derive_layout(twice, select_plan(twice, plan), 2)
+    assert first.nf == width
 
 
 class LessItsMean(nn.Embedding):

@@ -1,5 +1,6 @@
 """Layers that store their matrix as [in, out] (GPT-2's): split by names or by rules of one's own, and adapted."""
 
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from lightning_automodel import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.plans.validation import validate_tp
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, SCHEDULE, build_gpt2
 from tests.support.comparison import compare
 
@@ -43,6 +47,13 @@ def crossed() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def shown() -> nn.Module:
+    """Attention that returns its maps, too, in a list."""
+    torch.manual_seed(0)
+    dry: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "output_attentions": True}
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=128, **dry))
+
+
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "names": (build_gpt2, {}),
     "sequence_parallel": (build_gpt2, {"sequence_parallel": True}),
@@ -50,6 +61,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         build_gpt2,
         {"tp_plan": {f"{BLOCK}.mlp.c_fc": "colwise_gather_output", f"{BLOCK}.mlp.c_proj": "rowwise_split_input"}},
     ),
+    "shown": (shown, {}),
     "lora": (partial(adapted, LoraConfig), {}),
     "lora with biases": (partial(adapted, LoraConfig, bias="all"), {}),
     "dora": (partial(adapted, LoraConfig, use_dora=True), {}),
@@ -79,6 +91,19 @@ def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
     assert pool4.run(errors, sizes, list(CASES), timeout=300) == [{}] * 4
 
 
+def misread(dtype: torch.dtype) -> None:
+    """Runs on each rank: a plan that takes queries, keys and values for alternating heads."""
+    config = FSDP2Config(tp_plan={"extends": "model", f"{BLOCK}.attn.c_attn": "interleaved_colwise"})
+    model = parallelize(build_gpt2().to(dtype), build_mesh(resolve_sizes(2, tp=2), "cpu"), config)
+    model(input_ids=torch.arange(12)[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_wrong_style_is_told(dtype: torch.dtype, pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"h\.0\.attn \(GPT2Attention\) gives other numbers with parts"):
+        pool2.run(misread, dtype)
+
+
 def test_what_a_rank_has() -> None:
     model: Any = build_gpt2()
     layout = derive_layout(model, select_plan(model), 2)
@@ -89,6 +114,13 @@ def test_what_a_rank_has() -> None:
     assert layout.parameters[f"{block}.mlp.c_proj.bias"].on_first_rank
     assert layout.parameters[f"{block}.attn.c_attn.bias"].stacked == 3
     assert layout.attributes[f"{block}.attn.c_attn"] == {"nf": model.transformer.h[0].attn.c_attn.nf // 2}
+
+
+def test_copies_of_a_module_lend_no_names() -> None:
+    model: Any = get_peft_model(build_gpt2(), LoraConfig(target_modules=["c_attn"], modules_to_save=["mlp"]))  # type: ignore[arg-type]
+    plain = model.get_base_model()
+    names = [name for name, _ in plain.named_modules()]
+    assert {any(fnmatch(name, rule) for name in names) for rule in known_rules(plain)} == {True}
 
 
 def test_layers_without_a_pair_stay_whole() -> None:

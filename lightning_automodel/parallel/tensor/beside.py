@@ -71,7 +71,8 @@ class _Leaving(SharedByCopies):
             return None
         noted = module.__dict__.get(_WHOLE, [])
         whole = iter(noted if len(noted) == len(beside(output)) else [False] * len(beside(output)))
-        return (output[0], *tree_map(lambda x: self._leave(x, next(whole)) if is_float(x) else x, output[1:]))
+        others = tree_map(lambda x: self._leave(x, next(whole)) if is_float(x) else x, output[1:])
+        return same_container(output, (output[0], *others))
 
     def _leave(self, value: Tensor, is_whole: bool) -> Tensor:
         if is_whole:
@@ -115,7 +116,9 @@ def same_container(value: tuple | list, changed: Iterable[Any]) -> Any:
     entries = list(changed)
     if all(x is y for x, y in zip(entries, value, strict=True)):
         return value
-    return entries if isinstance(value, list) else tuple(entries)
+    if isinstance(value, list):
+        return entries
+    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
 
 
 def _was_computed_within(value: Tensor) -> bool | None:
