@@ -21,6 +21,7 @@ from lightning_automodel.loss.functional import flat_losses
 from lightning_automodel.loss.passes import Passes, compiled_passes
 from lightning_automodel.testing.pool import Pool
 from tests.loss.cases import IGNORED, UNCOMPILED, Case, assert_close, cases, for_all, leaf, reference_losses, whole
+from tests.support.marks import with_long
 
 ANY = cases()
 
@@ -111,7 +112,7 @@ def check_on_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", with_long([torch.float32, torch.bfloat16], torch.float32), ids=str)
 def test_compiled_passes(dtype: torch.dtype) -> None:
     drawn = cases(batch=st.just(2), vocabulary=st.just(41), dtype=st.just(dtype))
     check_losses(None, compiled_passes("inductor", None), drawn, examples=10)
