@@ -201,6 +201,13 @@ def text_config(model: nn.Module) -> Any:
         return config.get_text_config(decoder=True)
 
 
+def nearest_config(model: nn.Module, name: str) -> Any:
+    """Return the config of the nearest model of transformers around the module ``name``, if there is one."""
+    names = name.split(".")
+    around = (model.get_submodule(".".join(names[:i])) for i in reversed(range(len(names))))
+    return next((module.config for module in around if isinstance(module, PreTrainedModel)), None)
+
+
 def keep_no_cache(config: Any) -> None:
     """Let a model of ``config`` keep no keys and values for tokens to come: a training step has none."""
     config.use_cache = config.get_text_config(decoder=True).use_cache = False

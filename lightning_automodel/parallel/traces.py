@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_automodel._compat.torch.modules import hook_tables_of, own_buffers
 from lightning_automodel._compat.torch.pytree import tree_map
+from lightning_automodel._compat.transformers.models import without_recordings
 from lightning_automodel.distributed.random_numbers import generator_states, restore_generators
 from lightning_automodel.parallel.guards.hooks_of_users import without_hooks_of_users
 from lightning_automodel.plans.linearity import tensors
@@ -28,14 +29,14 @@ _DROPOUTS = (functional.dropout, functional.dropout1d, functional.dropout2d, fun
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Generator[None, None, None]:
     """Restore modes, attributes, buffers and random numbers of ``module`` behind this context, in which it has no hooks
-    of users.
+    of users, and transformers records nothing of it.
     """
     modules, states = list(module.modules()), generator_states()
     modes, attributes = [m.training for m in modules], [_attributes(m) for m in modules]
     tables: list[dict] = [table for m in modules for table in (*hook_tables_of(m), own_buffers(m))]
     contents = [dict(table) for table in tables]
     try:
-        with without_hooks_of_users(modules):
+        with without_hooks_of_users(modules), without_recordings():
             yield
     finally:
         for table, before in zip(tables, contents, strict=True):

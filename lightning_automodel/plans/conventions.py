@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods
-from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends
+from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends, nearest_config
 from lightning_automodel.plans.additions import WHOLE
 
 
@@ -110,21 +110,13 @@ def conventional_plan(model: nn.Module) -> dict[str, str]:
     if not isinstance(model, PreTrainedModel):
         return rules
     for name, block in find_blocks(model).items():
-        width = _width(model, name)
+        width = getattr(nearest_config(model, name), "hidden_size", None)
         for inner, holder in block.named_modules():
             for found in _found_in(holder, width):
                 prefix = ".".join(part for part in (name, inner) if part)
                 styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
                 rules |= {} if rules.keys() & styles.keys() else styles
     return {**_ends(model), **rules} if rules else {}
-
-
-def _width(model: nn.Module, block: str) -> int | None:
-    """Return the width of the stream of ``block``, which the config of the nearest model around it has."""
-    names = block.split(".")
-    around = (model.get_submodule(".".join(names[:i])) for i in reversed(range(len(names))))
-    config = next((module.config for module in around if isinstance(module, PreTrainedModel)), None)
-    return getattr(config, "hidden_size", None)
 
 
 def _ends(model: nn.Module) -> dict[str, str]:

@@ -53,13 +53,40 @@ def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Modul
     installed now, so that hooks of ours can stand before and after them.
     """
     if isinstance(model, PreTrainedModel):
-        maybe_install_capturing_hooks(model)
+        _install_capturing_hooks(model)
     for name, module in model.named_modules():
-        for hook in module._forward_hooks.values():
-            if getattr(hook, "__name__", "") == "output_capturing_hook":
-                variables = inspect.getclosurevars(hook).nonlocals
-                if variables["key"] == key:
-                    yield name, module, variables["index"]
+        for _, hook in _capturing_hooks(module):
+            variables = inspect.getclosurevars(hook).nonlocals
+            if variables["key"] == key:
+                yield name, module, variables["index"]
+
+
+def _install_capturing_hooks(model: PreTrainedModel) -> None:
+    """Install them once: a pass that the model made before has installed those of a part of it, which is not asked."""
+    if not getattr(model, _INSTALLED, False):
+        for module in model.modules():
+            for number, _ in _capturing_hooks(module):
+                del module._forward_hooks[number]
+            vars(module).pop(_INSTALLED, None)
+    maybe_install_capturing_hooks(model)
+
+
+def _capturing_hooks(module: nn.Module) -> list[tuple[int, Callable]]:
+    hooks = module._forward_hooks.items()
+    return [(number, hook) for number, hook in hooks if getattr(hook, "__name__", "") == "output_capturing_hook"]
+
+
+_INSTALLED = "_output_capturing_hooks_installed"
+
+
+@contextmanager
+def without_recordings() -> Generator[None, None, None]:
+    """Let transformers record nothing of what runs within this context."""
+    before = _active_collector.set(None)
+    try:
+        yield
+    finally:
+        _active_collector.reset(before)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Router logits and attention maps that transformers records inside of split layers: whole values on every rank."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,11 +10,15 @@ from torch.distributed import ProcessGroup
 from lightning_automodel._compat.transformers.models import recorded_outputs, recordings_of_call
 from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.modules.structure import class_names, outermost
+from lightning_automodel.modules.forward import arguments_of, named_arguments
+from lightning_automodel.modules.structure import class_names, nearest_config, outermost
 from lightning_automodel.parallel.tensor.beside import same_container
+from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 
 ROUTER_LOGITS, ATTENTIONS = "router_logits", "attentions"
+_ASKED = "output_attentions"
+_HEADS_IN_CONFIGS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
 
 def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
@@ -21,7 +26,8 @@ def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layou
 
     * Router logits are whole, and go to an auxiliary loss that is whole on every rank, while gradients inside a
       boundary are summed over tp: the recorded value passes on ``1 / tp`` of its gradient.
-    * Attention maps [batch, heads / tp, seq, seq] are gathered where a call asks for them.
+    * Attention maps [batch, heads / tp, seq, seq] are gathered where a call asks for them, and where a model collects
+      them itself, of what its layers return (GPT-J).
 
     What the layer itself computes with stays as it is: one hook before transformers' and one after it.
     """
@@ -33,6 +39,8 @@ def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layou
             _Recorded(index, lambda x: scale_gradient(x, 1 / group.size())).install(module)
     for module, index in _split_attentions(model, layout):
         _Recorded(index, lambda x: _all_heads(x, group)).install(module)
+    for module, heads in _returning_attentions(model, layout):
+        module.register_forward_hook(_Returned(heads, group).gather, with_kwargs=True)
 
 
 def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -41,10 +49,51 @@ def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, int]]:
     """Find the modules with a rank's heads among those whose attention maps are recorded."""
-    cut = [name for name, found in layout.parameters.items() if not found.placement.is_replicate()]
     for name, module, index in list(recorded_outputs(model, ATTENTIONS)):
-        if any(parameter.startswith(f"{name}.") for parameter in cut):
+        if _is_split(name, layout):
             yield module, index
+
+
+def _is_split(name: str, layout: Layout) -> bool:
+    inside = (found for parameter, found in layout.parameters.items() if parameter.startswith(f"{name}."))
+    return any(not found.placement.is_replicate() for found in inside)
+
+
+def _returning_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, set[int]]]:
+    """Find the innermost split modules that an argument asks for attention maps, and how many heads they may have."""
+    recorded = [name for name, _, _ in recorded_outputs(model, ATTENTIONS)]
+    asked = [name for name, module in model.named_modules() if name and _ASKED in arguments_of(module)]
+    for name in asked:
+        has_others = any(other.startswith(f"{name}.") for other in (*asked, *recorded))
+        config = nearest_config(model, name)
+        if config is not None and name not in recorded and not has_others and _is_split(name, layout):
+            yield model.get_submodule(name), {getattr(config, key, 0) for key in _HEADS_IN_CONFIGS}
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """Makes attention maps that a split module returns beside its features whole.
+
+    Attributes:
+        heads: of all ranks, as many as encoders or decoders may have.
+        group: over tp.
+    """
+
+    heads: set[int]
+    group: ProcessGroup
+
+    def gather(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Join the heads of the ranks: a forward hook."""
+        asked = named_arguments(module, args, kwargs).get(_ASKED)
+        if not asked or is_whole_now() or not isinstance(output, tuple | list):
+            return output
+        return same_container(output, (x if i == 0 else self._whole(x) for i, x in enumerate(output)))
+
+    def _whole(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
+            return x
+        heads = x.shape[1] * self.group.size()
+        return gather(x, 1, heads, self.group) if heads in self.heads else x
 
 
 class _Recorded:
