@@ -6,7 +6,7 @@
     pages       the command lines of docs/, page by page; its programs and all other blocks are tests (tests/docs)
 
 Placeholders (a model, files, a number of GPUs) are replaced as ``tests/support/placeholders.py`` says, which also lists
-the lines that do not run, with the reason; nothing else is changed.
+the lines that do not run, with the reason; what trains takes a few steps, but in README.md. Nothing else is changed.
 What is not committed is not in the clone. Ends with exit code 1 if a step failed.
 """
 
@@ -29,6 +29,7 @@ from tests.support.documents import ROOT, blocks
 from tests.support.placeholders import command_read_as, commands_that_run, read_as
 
 STEPS = "--trainer.max_steps=2"
+STEPS_OF_PAGES = "--trainer.max_steps=10"  # of which `report` has something to say
 GPUS_ONLY = ("megatron_fsdp",)
 LONGEST = 1800  # seconds, for any command
 SECONDS = 10.0  # for a wrong command: processor time of its processes, less the imports of libraries in one of them
@@ -202,8 +203,10 @@ def documents(hour: Hour) -> None:
         for earlier in ("build/pages", "lightning_logs"):  # runs of a page are its own: version_0 is its first
             shutil.rmtree(hour.folder / earlier, ignore_errors=True)
         shutil.copy(hour.folder / "examples" / "full.yaml", hour.folder / "run.yaml")
-        for block, command in commands_that_run(blocks(page, "sh")):
-            hour.works(f"{command_read_as(command)}  # {page.name}:{block.line}")
+        for block, line in commands_that_run(blocks(page, "sh")):
+            command = command_read_as(line)
+            trains = command.startswith("lightning-automodel fit ") and "max_steps" not in command
+            hour.works(f"{command}{f' {STEPS_OF_PAGES}' if trains else ''}  # {page.name}:{block.line}")
 
 
 PARTS: dict[str, Callable[[Hour], None]] = {

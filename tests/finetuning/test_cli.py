@@ -88,7 +88,7 @@ def test_an_adapter_by_switches(config: Path, tmp_path: Path, caplog: pytest.Log
     assert "parameters train" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_our_refusals_are_one_line_and_exit_code_1(
     config: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ TRAINS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", with_long(TRAINS, "in the middle"))
+@pytest.mark.parametrize("name", with_long(TRAINS, *TRAINS))
 def test_frozen_layers_behind_those_that_train_are_of_another_kind(name: str) -> None:
     """The backward pass goes through them; it never comes to frozen layers before."""
     run = replace(run_of(LAYOUTS["dp2"]), device_type="cuda", config=FSDP2Config(activation_checkpointing=True))
