@@ -29,7 +29,7 @@ from tests.support.documents import ROOT, blocks
 from tests.support.placeholders import command_read_as, commands_that_run, read_as
 
 STEPS = "--trainer.max_steps=2"
-STEPS_OF_PAGES = "--trainer.max_steps=10"  # of which `report` has something to say
+STEPS_OF_PAGES = "--trainer.max_steps=10 --trainer.log_every_n_steps=5"  # of which `report` has something to say
 GPUS_ONLY = ("megatron_fsdp",)
 LONGEST = 1800  # seconds, for any command
 SECONDS = 10.0  # for a wrong command: processor time of its processes, less the imports of libraries in one of them
