@@ -1,7 +1,6 @@
 """Router logits and attention maps that transformers records inside of split layers: whole values on every rank."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch.distributed import ProcessGroup
 from lightning_automodel._compat.transformers.models import recorded_outputs, recordings_of_call
 from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
-from lightning_automodel.modules.forward import arguments_of, named_arguments
+from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
 from lightning_automodel.modules.structure import class_names, nearest_config, outermost
 from lightning_automodel.parallel.tensor.beside import same_container
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
@@ -38,62 +37,67 @@ def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layou
         if outermost(layout.boundaries, name) is not None:
             _Recorded(index, lambda x: scale_gradient(x, 1 / group.size())).install(module)
     for module, index in _split_attentions(model, layout):
-        _Recorded(index, lambda x: _all_heads(x, group)).install(module)
+        _Recorded(index, lambda x: _heads_if_recorded(x, group)).install(module)
     for module, heads in _returning_attentions(model, layout):
         module.register_forward_hook(_Returned(heads, group).gather, with_kwargs=True)
 
 
+def _heads_if_recorded(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _all_heads(x, group) if ATTENTIONS in recordings_of_call() else x
+
+
 def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    return gather(x, 1, x.shape[1] * group.size(), group) if ATTENTIONS in recordings_of_call() else x
+    return gather(x, 1, x.shape[1] * group.size(), group)
 
 
 def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, int]]:
     """Find the modules with a rank's heads among those whose attention maps are recorded."""
+    split = _around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
     for name, module, index in list(recorded_outputs(model, ATTENTIONS)):
-        if _is_split(name, layout):
+        if name in split:
             yield module, index
 
 
-def _is_split(name: str, layout: Layout) -> bool:
-    inside = (found for parameter, found in layout.parameters.items() if parameter.startswith(f"{name}."))
-    return any(not found.placement.is_replicate() for found in inside)
-
-
 def _returning_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, set[int]]]:
-    """Find the innermost split modules that an argument asks for attention maps, and how many heads they may have."""
-    recorded = [name for name, _, _ in recorded_outputs(model, ATTENTIONS)]
-    asked = [name for name, module in model.named_modules() if name and _ASKED in arguments_of(module)]
-    for name in asked:
-        has_others = any(other.startswith(f"{name}.") for other in (*asked, *recorded))
+    """Find the modules with a rank's heads that an argument asks for attention maps, and how many heads these may have.
+
+    These are boundaries, at whose end values are what one process has, and outside of them the innermost ones.
+    """
+    split = _around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    asked = {name for name, module in model.named_modules() if name in split and _ASKED in arguments_of(module)}
+    recorded = {name for name, _, _ in recorded_outputs(model, ATTENTIONS)}
+    innermost = asked - recorded - _around([*asked, *recorded])
+    for name in sorted({outermost(layout.boundaries, name) or name for name in innermost} & asked):
         config = nearest_config(model, name)
-        if config is not None and name not in recorded and not has_others and _is_split(name, layout):
-            yield model.get_submodule(name), {getattr(config, key, 0) for key in _HEADS_IN_CONFIGS}
+        yield model.get_submodule(name), {getattr(config, key, 0) for key in _HEADS_IN_CONFIGS}
 
 
-@dataclass(frozen=True)
-class _Returned:
+def _around(names: Iterable[str]) -> set[str]:
+    """Name all modules around these modules or parameters, but the model."""
+    return {name[:i] for name in names for i, character in enumerate(name) if character == "."}
+
+
+class _Returned(SharedByCopies):
     """Makes attention maps that a split module returns beside its features whole.
 
-    Attributes:
+    Args:
         heads: of all ranks, as many as encoders or decoders may have.
         group: over tp.
     """
 
-    heads: set[int]
-    group: ProcessGroup
+    def __init__(self, heads: set[int], group: ProcessGroup) -> None:
+        self.heads, self.group = heads, group
 
     def gather(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Join the heads of the ranks: a forward hook."""
         asked = named_arguments(module, args, kwargs).get(_ASKED)
         if not asked or is_whole_now() or not isinstance(output, tuple | list):
             return output
-        return same_container(output, (x if i == 0 else self._whole(x) for i, x in enumerate(output)))
+        return same_container(output, (output[0], *map(self._whole, output[1:])))
 
     def _whole(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
-            return x
-        heads = x.shape[1] * self.group.size()
-        return gather(x, 1, heads, self.group) if heads in self.heads else x
+        is_map = isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 4
+        return _all_heads(x, self.group) if is_map and x.shape[1] * self.group.size() in self.heads else x
 
 
 class _Recorded:
