@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_LIBC = ctypes.CDLL(None)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of <malloc.h>
 _MMAPS_OF_GLIBC = 65536  # its default
 _NEVER, _LARGEST = -1, 32 * 2**20
@@ -27,7 +28,7 @@ def keep_freed_memory() -> bool:
     """Keep it, in this process; return whether that is so now. Not where the environment sets glibc's thresholds, and
     not with another C library.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_LIBC, "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _CHOICES_OF_USERS):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_MMAP_THRESHOLD, _LARGEST))
@@ -36,12 +37,11 @@ def keep_freed_memory() -> bool:
 @contextmanager
 def from_what_was_freed() -> Iterator[None]:
     """Allocate large memory, too, where what is freed stays, if any does."""
-    mallopt = ctypes.CDLL(None).mallopt if keep_freed_memory() else _leave
-    mallopt(_MMAP_MAX, 0)
+    if not keep_freed_memory():
+        yield
+        return
+    _LIBC.mallopt(_MMAP_MAX, 0)
     try:
         yield
     finally:
-        mallopt(_MMAP_MAX, _MMAPS_OF_GLIBC)
-
-
-def _leave(option: int, value: int) -> None: ...
+        _LIBC.mallopt(_MMAP_MAX, _MMAPS_OF_GLIBC)

@@ -138,11 +138,12 @@ class _GathersInPlace(FSDPParamGroup):
     def _gather(self) -> None:
         ranks = self._all_gather_process_group.size()
         inputs, outputs, columns = [], [], []
-        for held in self.fsdp_params:
-            own = held.all_gather_inputs
-            held.init_all_gather_outputs([x.numel() for x in own], [x.dtype for x in own], ranks, self.device)
-            with self.allocating():
+        owns = [held.all_gather_inputs for held in self.fsdp_params]
+        with self.allocating():
+            for held, own in zip(self.fsdp_params, owns, strict=True):
+                held.init_all_gather_outputs([x.numel() for x in own], [x.dtype for x in own], ranks, self.device)
                 held.alloc_all_gather_outputs()
+        for held, own in zip(self.fsdp_params, owns, strict=True):
             whole = held.all_gather_outputs
             if held.fsdp_placement.dim != 0 and held.sharded_state == ShardedState.SHARDED:
                 whole = [torch.empty_like(x) for x in whole]
