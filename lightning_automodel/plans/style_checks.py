@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.matrices import Matrix, in_features, out_features
 from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.plans.own_linears import problem_of_own_linear
@@ -226,6 +227,17 @@ def _problem_of_storage(module: nn.Module, style: Style) -> str:
         return (
             "it is a convolution, whose weight [out, in / groups, ...] this style would cut within a channel: "
             "leave it and what reads its channels out of the plan, or use tp=1"
+        )
+    placement = style.placement("weight", 2)
+    if not isinstance(module, Matrix) or not isinstance(placement, StridedShard):
+        return ""
+    matrices = int(placement.split_factor)
+    width = out_features(module) if style.enter is Enter.COPY else in_features(module)
+    if width % matrices:
+        return (
+            f"its {width} features are not {matrices} matrices of one width. Where they are matrices of several widths "
+            "(fewer heads of keys and values than of queries), use colwise_gather_output for it and "
+            "rowwise_split_input for what reads its features, or leave both out of the plan"
         )
     return ""
 

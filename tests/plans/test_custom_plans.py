@@ -251,6 +251,11 @@ def mixes() -> nn.Module:
             {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"},
             "gives 96 features .* packed_qkv_colwise for a query, key and value",
         ),
+        (
+            build_gpt2,
+            {"transformer.h.*.mlp.c_fc": "packed_qkv_colwise", "transformer.h.*.mlp.c_proj": "rowwise"},
+            "its 128 features are not 3 matrices of one width",
+        ),
         (reads_config, ATTENTION, r"self_attn \(ReadsConfig\) reads config.num_attention_heads"),
         (
             partial(tiny_model, "persimmon"),
