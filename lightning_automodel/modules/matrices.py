@@ -5,6 +5,9 @@ from transformers.pytorch_utils import Conv1D
 
 Matrix = nn.Linear | Conv1D
 
+WIDTH_OF_VIEW = "nf"
+"""Attribute of layers that store [in, out], by which they shape their output."""
+
 
 def is_turned(module: nn.Module) -> bool:
     """Tell whether ``module`` stores its matrix as [in, out]."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
-from lightning_automodel.modules.matrices import Matrix, is_turned, out_features
+from lightning_automodel.modules.matrices import WIDTH_OF_VIEW, Matrix, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods, names_in
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.plans.selection import wildcard
@@ -20,8 +20,6 @@ LEVELS = 2
 """How far above a projection its attention module is: ``self_attn.q_proj``, or ``self_attn.q_proj.linear``."""
 _WIDTHS = ("embed_dim", "all_head_size", "split_size", "inner_dim")
 """Attributes of attention modules that hold the width of all heads."""
-WIDTH_OF_VIEW = "nf"
-"""Attribute of layers that store [in, out], by which they shape their output."""
 _FUSED = 3  # query, key and value in one matrix
 
 

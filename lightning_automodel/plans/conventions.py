@@ -13,7 +13,6 @@ Names alone are no proof. The shapes must fit each other, and the first forward 
 with drawn weights, whole and in parts: one that computes across its features ends there, with its name.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_automodel._compat.torch.modules import own_children
+from lightning_automodel.modules.forward import arguments_of
 from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods
 from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends, nearest_config
@@ -222,11 +222,11 @@ class _Found:
         That is ``reshape(batch, seq, embed_dim)`` with a variable; attributes are divided.
         """
         variables = {name for code in codes_of_methods(type(self.reader)) for name in code.co_varnames}
-        return bool(_arguments(self.reader) & _OF_ALL_HEADS or variables & _WIDTHS_OF_INPUT)
+        return bool(_OF_ALL_HEADS.intersection(arguments_of(self.reader)) or variables & _WIDTHS_OF_INPUT)
 
     def _adds_the_stream(self) -> bool:
         is_block = isinstance(self.holder, GradientCheckpointingLayer)
-        return not is_block and bool((_arguments(self.holder) | _arguments(self.writer)) & _STREAMS)
+        return not is_block and not _STREAMS.isdisjoint([*arguments_of(self.holder), *arguments_of(self.writer)])
 
 
 def _member(holder: nn.Module, name: str) -> nn.Module | None:
@@ -235,7 +235,3 @@ def _member(holder: nn.Module, name: str) -> nn.Module | None:
     for part in name.split("."):
         found = own_children(found).get(part) if found is not None else None
     return found
-
-
-def _arguments(module: nn.Module) -> set[str]:
-    return set(inspect.signature(type(module).forward).parameters)

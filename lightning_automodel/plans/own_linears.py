@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
 from lightning_automodel.modules.forward import code_of
-from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
-from lightning_automodel.plans.attention_heads import WIDTH_OF_VIEW
+from lightning_automodel.modules.matrices import WIDTH_OF_VIEW, Matrix, in_features, is_turned, out_features
 from lightning_automodel.plans.known_code import KNOWN, is_known
 from lightning_automodel.plans.styles import Style
 

@@ -50,8 +50,8 @@ TRAINS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", with_long(TRAINS, *TRAINS))
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAINS)
 def test_frozen_layers_behind_those_that_train_are_of_another_kind(name: str) -> None:
     """The backward pass goes through them; it never comes to frozen layers before."""
     run = replace(run_of(LAYOUTS["dp2"]), device_type="cuda", config=FSDP2Config(activation_checkpointing=True))
