@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -176,6 +176,11 @@ def outermost(names: list[str], name: str) -> str | None:
     parts = name.split(".")
     known = set(names)
     return next((p for i in range(1, len(parts) + 1) if (p := ".".join(parts[:i])) in known), None)
+
+
+def names_around(names: Iterable[str]) -> set[str]:
+    """Names all modules around these modules or parameters, but the model."""
+    return {name[:i] for name in names for i, character in enumerate(name) if character == "."}
 
 
 def class_names(model: nn.Module) -> list[str]:

@@ -52,6 +52,7 @@ WHOLE_BETWEEN_BLOCKS = {
 
 WHOLE = {
     "BigBirdAttention",  # takes another module for short sequences, which counts all heads
+    "SpeechT5Attention",  # is handed features of positions, which all heads read, as its position_bias
     "PegasusXGlobalLocalAttention",  # computes with a width that it finds in a record of its sizes
 }
 """Classes that no plan by names splits."""

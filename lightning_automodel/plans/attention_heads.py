@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.modules.heads import HEADS, KEY_VALUE_HEADS, counts_of
 from lightning_automodel.modules.matrices import WIDTH_OF_VIEW, Matrix, is_turned, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods, names_in
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.plans.selection import wildcard
-from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS, Style
+from lightning_automodel.plans.styles import Style
 
 LEVELS = 2
 """How far above a projection its attention module is: ``self_attn.q_proj``, or ``self_attn.q_proj.linear``."""
@@ -46,7 +47,8 @@ def head_counts(
         for above in _above(projection, blocks):
             counts = _used_counts(modules[above], modules[projection])
             if counts:
-                shares[above] = {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
+                found = {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
+                shares[above] = shares.get(above, {}) | found
                 break
             _check_config(above, modules[above], name)
     return shares
@@ -74,12 +76,6 @@ def widths_of_views(
 def share(attribute: str, count: int, tp: int) -> int:
     """Count the heads of one rank; with more ranks than key/value heads, several ranks use one of them."""
     return max(count // tp, 1) if attribute in KEY_VALUE_HEADS else count // tp
-
-
-def counts_of(module: nn.Module) -> dict[str, int]:
-    """Reads the attributes of a module that count heads."""
-    found = {attribute: getattr(module, attribute, None) for attribute in HEADS}
-    return {attribute: n for attribute, n in found.items() if isinstance(n, int) and not isinstance(n, bool)}
 
 
 def _above(projection: str, blocks: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -23,7 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.forward import arguments_of
-from lightning_automodel.modules.matrices import Matrix, in_features, is_turned, out_features
+from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_of
+from lightning_automodel.modules.matrices import Matrix, in_features, out_features
 from lightning_automodel.modules.reachable_code import codes_of_methods
 from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends, nearest_config
 from lightning_automodel.plans.additions import WHOLE
@@ -37,15 +38,17 @@ class Pair:
         columns: layers that read the stream.
         row: the layer that writes it.
         is_attention: the features between are those of heads.
+        is_stacked: queries, keys and values stand one above the other, in a single layer.
     """
 
     columns: tuple[str, ...]
     row: str
     is_attention: bool = False
+    is_stacked: bool = False
 
 
-def _attention(columns: str, *rows: str) -> list[Pair]:
-    return [Pair(tuple(columns.split()), row, is_attention=True) for row in rows]
+def _attention(columns: str, *rows: str, is_stacked: bool = False) -> list[Pair]:
+    return [Pair(tuple(columns.split()), row, is_attention=True, is_stacked=is_stacked) for row in rows]
 
 
 def _feed_forward(columns: str, row: str) -> Pair:
@@ -57,13 +60,14 @@ PAIRS = (
     *_attention("query_proj key_proj value_proj", "out_proj"),
     *_attention("self.query self.key self.value", "output.dense"),
     *_attention("attention.query attention.key attention.value", "output.dense"),
-    *_attention("query key value", "output.dense", "dense"),
+    *_attention("query key value", "output.dense", "dense", "output"),
     *_attention("q k v", "o"),
     *_attention("q_lin k_lin v_lin", "out_lin"),
     *_attention("Wq Wk Wv", "dense"),
     *_attention("project_q project_k project_v", "attention_out"),
     *_attention("query_key_value", "dense"),
-    *_attention("c_attn", "c_proj"),
+    *_attention("c_attn", "c_proj", is_stacked=True),
+    *_attention("Wqkv", "out_proj", is_stacked=True),
     _feed_forward("gate_proj up_proj", "down_proj"),
     _feed_forward("wi_0 wi_1", "wo"),
     _feed_forward("w_in.w_0 w_in.w_1", "w_out"),
@@ -89,9 +93,6 @@ _OF_CHANNELS_OR_HEADS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ModuleList)
 
 _WIDTHS_OF_INPUT = {"embed_dim", "hidden_size"}
 """Variables in the code of attention modules for the width of what came in."""
-
-_OF_ALL_HEADS = {"alibi", "position_bias"}
-"""Arguments of attention modules that hold numbers of all heads: a rank has its share of the heads only."""
 
 _STREAMS = {"residual", "input_tensor"}
 """Arguments that are added to what a module computes."""
@@ -184,14 +185,22 @@ class _Found:
         widths, read = [out_features(layer) for layer in self.columns], in_features(self.row)
         if max(widths) == read:
             return "colwise"
-        queries = "packed_qkv_colwise" if is_turned(self.columns[0]) else "interleaved_colwise"
+        queries = "packed_qkv_colwise" if self.pair.is_stacked else "interleaved_colwise"
         fused = {3 * read: queries} if self.pair.is_attention else {2 * read: "packed_colwise"}
         return fused.get(widths[0], "") if len(widths) == 1 else ""
 
     def styles(self) -> dict[str, str]:
         """Collect the style of each layer, and of the holder (the empty name) where that adds the stream."""
         adds = {"": "separate"} if self._adds_the_stream() else {}
-        return {**adds, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
+        prefix = self.pair.columns[0].rpartition(".")[0]
+        tables = {f"{prefix}.{name}" if prefix else name: "embedding_of_heads" for name in self._tables_of_heads()}
+        return {**adds, **tables, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
+
+    def _tables_of_heads(self) -> dict[str, nn.Embedding]:
+        """Find the tables with a number for each head, such as T5's biases of relative positions."""
+        heads = heads_of(counts_of(self.reader)) if self.pair.is_attention else None
+        tables = {name: child for name, child in own_children(self.reader).items() if isinstance(child, nn.Embedding)}
+        return {name: table for name, table in tables.items() if table.embedding_dim == heads}
 
     def stays_whole(self) -> bool:
         """Tell whether what computes with the features between the layers needs all of them, as far as that is seen."""
@@ -204,7 +213,8 @@ class _Found:
 
         A norm that all heads share is none of these; a list of norms, one for each head, is.
         """
-        others = [child for child in self.reader.children() if child not in (*self.columns, self.row)]
+        split = (*self.columns, self.row, *self._tables_of_heads().values())
+        others = [child for child in self.reader.children() if child not in split]
         if any(isinstance(module, _OF_CHANNELS_OR_HEADS) for child in others for module in child.modules()):
             return True
         beside = [parameter for child in others for parameter in child.parameters(recurse=False)]
@@ -217,12 +227,13 @@ class _Found:
         return self.writer is not self.holder and len(matrices) > 1
 
     def _counts_all_heads(self) -> bool:
-        """Tell whether attention is handed numbers of all heads, or its code gives back the width that came in.
+        """Tell whether attention is handed numbers of heads that it does not count, or returns the width that came in.
 
         That is ``reshape(batch, seq, embed_dim)`` with a variable; attributes are divided.
         """
         variables = {name for code in codes_of_methods(type(self.reader)) for name in code.co_varnames}
-        return bool(_OF_ALL_HEADS.intersection(arguments_of(self.reader)) or variables & _WIDTHS_OF_INPUT)
+        is_handed = BIASES_OF_HEADS.intersection(arguments_of(self.reader)) and heads_of(counts_of(self.reader)) is None
+        return bool(is_handed or variables & _WIDTHS_OF_INPUT)
 
     def _adds_the_stream(self) -> bool:
         is_block = isinstance(self.holder, GradientCheckpointingLayer)

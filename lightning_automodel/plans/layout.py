@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_automodel._compat.dtensor.tensors import StridedShard
+from lightning_automodel.modules.heads import HEADS, counts_of
 from lightning_automodel.modules.matrices import is_turned
 from lightning_automodel.modules.structure import (
     CONTAINERS,
@@ -24,11 +25,11 @@ from lightning_automodel.modules.structure import (
     outermost,
     text_config,
 )
-from lightning_automodel.plans.attention_heads import counts_of, head_counts, share, widths_of_views
+from lightning_automodel.plans.attention_heads import head_counts, share, widths_of_views
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
 from lightning_automodel.plans.style_checks import check_ends, check_places, check_styles, check_sums
-from lightning_automodel.plans.styles import HEADS, STYLES, Enter, Leave, Style, style_of, turned
+from lightning_automodel.plans.styles import STYLES, Enter, Leave, Style, style_of, turned
 from lightning_automodel.plans.sum_terms import Term
 
 Rows = tuple[tuple[int, int], ...]

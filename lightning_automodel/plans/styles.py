@@ -71,8 +71,8 @@ class Style:
         opens: inside of a boundary, it turns whole values into split ones.
         closes: inside of a boundary, it turns split values into partial sums.
         confined: it can do without its collectives inside of a boundary.
-        divides: the module counts heads (:data:`HEADS`), of which a rank has its share. Where the module's own code
-            reads such an attribute, this is found without a rule.
+        divides: the module counts heads (``modules/heads.py``), of which a rank has its share. Where the module's own
+            code reads such an attribute, this is found without a rule.
     """
 
     name: str
@@ -123,11 +123,7 @@ def _whole(name: str, ndim: int) -> Placement:
     return Replicate()
 
 
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads")
-HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", *KEY_VALUE_HEADS)
-"""Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
-
-EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+EMBEDDINGS = ("embedding_rowwise", "embedding_colwise", "embedding_of_heads")
 """Styles of modules that look rows up."""
 
 _GATHERED = Style(name="colwise_gather_output", placement=_rows, enter=Enter.COPY, leave=Leave.GATHER, confined=False)
@@ -149,6 +145,7 @@ STYLES: dict[str, Style] = {
         Style(name="packed_rowwise", placement=_packed_columns, opens=True),
         Style(name="embedding_rowwise", placement=_table(0), enter=Enter.EMBED, leave=Leave.REDUCE, confined=False),
         Style(name="embedding_colwise", placement=_table(1), leave=Leave.GATHER, confined=False),
+        Style(name="embedding_of_heads", placement=_table(1), opens=True),
         Style(name="moe_tp_experts", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE, opens=True),
         Style(name="ep_dispatch_experts", placement=_whole, enter=Enter.COPY_ALL, leave=Leave.REDUCE, opens=True),
         Style(name="grouped_gemm", placement=_dim(0), opens=True, closes=True),

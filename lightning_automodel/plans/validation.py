@@ -10,13 +10,13 @@ from torch.distributed.tensor import Shard
 
 from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.four_bit import four_bit_layers
+from lightning_automodel.modules.heads import HEADS, KEY_VALUE_HEADS
 from lightning_automodel.modules.matrices import WIDTH_OF_VIEW
 from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, configs_of_layers, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.plans.derivation import derive_layout
 from lightning_automodel.plans.layout import Layout
 from lightning_automodel.plans.selection import known_rules, select_plan, wildcard
-from lightning_automodel.plans.styles import HEADS, KEY_VALUE_HEADS
 
 MOST_LISTED = 4
 

@@ -118,7 +118,7 @@ def test_attention_that_works_on_rows_is_found_in_its_code() -> None:
 
 def test_recorded_router_logits_are_found_in_the_hooks_of_a_model() -> None:
     model = tiny_model("mixtral")
-    names = [name for name, _, _ in recorded_outputs(model, "router_logits")]
+    names = [name for name, *_ in recorded_outputs(model, "router_logits")]
     assert names == [f"model.layers.{i}.mlp.gate" for i in range(model.config.num_hidden_layers)]
 
 

@@ -1,5 +1,6 @@
 """What models record of their layers under tp: attention maps and router logits of one process, each of them once."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_automodel import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
+from tests.exactness.test_tasks_by_names import build
 from tests.plans.support import BOUND, SCHEDULE
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
@@ -41,6 +43,32 @@ def errors_of_maps(names: tuple[str, ...], sequence_parallel: bool) -> dict[str,
 def test_attention_maps(sequence_parallel: bool, pool2: Pool) -> None:
     for found in pool2.run(errors_of_maps, MAPS, sequence_parallel, timeout=120):
         assert max(found.values()) < BOUND, found
+
+
+def all_maps_of(model: nn.Module) -> list[Tensor]:
+    """Of an encoder, of a decoder, and of the decoder's attention to the encoder."""
+    ids = torch.arange(3, 15).view(2, 6)
+    output = model.eval()(input_ids=ids, labels=ids, output_attentions=True)
+    return [x for name, maps in output.items() if name.endswith("attentions") for x in maps]
+
+
+def errors_of_all_maps(names: tuple[str, ...]) -> dict[str, tuple[int, float]]:
+    """Runs on each rank: how many maps there are, and how far they are from those of one process."""
+    mesh, found = build_mesh(resolve_sizes(2, tp=2), "cpu"), {}
+    for name in names:
+        model = build("SEQ_TO_SEQ_CAUSAL_LM", name)
+        expected = all_maps_of(copy.deepcopy(model))
+        ours = all_maps_of(parallelize(model, mesh))
+        assert [x.shape for x in ours] == [x.shape for x in expected], name
+        errors = [float((x - y).norm() / y.norm()) for x, y in zip(ours, expected, strict=True)]
+        found[name] = len(errors), max(errors)
+    return found
+
+
+@pytest.mark.slow
+def test_maps_of_encoders_and_decoders(pool2: Pool) -> None:
+    for found in pool2.run(errors_of_all_maps, ("bart", "t5", "longt5"), timeout=120):
+        assert all(count >= 6 and error < BOUND for count, error in found.values()), found
 
 
 def gradients_of_maps(model: Any) -> dict[str, Tensor]:

@@ -54,7 +54,8 @@ def test_the_names_of_opt_tell_the_documented_plan() -> None:
     ("family", "split", "left"),
     [
         ("bert", {"self.query": "colwise", "output.dense": "rowwise", "intermediate.dense": "colwise"}, ""),
-        ("bloom", {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}, "query_key_value"),  # alibi
+        ("bloom", {"self_attention.query_key_value": "interleaved_colwise", "mlp.dense_h_to_4h": "colwise"}, ""),
+        ("mpt", {"attn.Wqkv": "packed_qkv_colwise", "attn.out_proj": "rowwise"}, ""),
         ("persimmon", {"self_attn.query_key_value": "interleaved_colwise"}, ""),
         ("moshi", {"mlp.fc1": "packed_colwise", "mlp.fc2": "rowwise"}, ""),
         ("prophetnet", {"feed_forward.output": "rowwise"}, "attn"),  # positions of its own; widths of what came in

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-_HANDS_ON = f"{RegisterPostBackwardFunction.__name__}Backward"
+HANDS_ON = f"{RegisterPostBackwardFunction.__name__}Backward"
+"""Name of the node of a graph through which all goes that enters a module."""
 
 
 class HooksOnSums:
@@ -72,4 +73,4 @@ def edges_behind(node: Any, output: int) -> list[tuple[Any, int]]:
     FSDP2 hands on all that enters a module by one node, in order.
     """
     edges = [(before, number) for before, number in node.next_functions]
-    return edges[output : output + 1] if node.name() == _HANDS_ON else edges
+    return edges[output : output + 1] if node.name() == HANDS_ON else edges

@@ -45,9 +45,10 @@ def recordings_of_call() -> dict[str, list]:
     return {key: x for key, x in active.items() if isinstance(x, list) and key != "hidden_states"}
 
 
-def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module, int]]:
-    """Returns the modules whose output transformers records under ``key`` (such as ``router_logits``), and its index
-    there.
+def recorded_outputs(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, int]]:
+    """Returns the modules whose output transformers records, under which key, and its index in what they return.
+
+    Keys are those that end with ``kind``: ``router_logits``; ``attentions``, and so ``cross_attentions``.
 
     transformers keeps the rule in private registries and installs its hooks with the first forward pass. They are
     installed now, so that hooks of ours can stand before and after them.
@@ -57,8 +58,8 @@ def recorded_outputs(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Modul
     for name, module in model.named_modules():
         for _, hook in _capturing_hooks(module):
             variables = inspect.getclosurevars(hook).nonlocals
-            if variables["key"] == key:
-                yield name, module, variables["index"]
+            if variables["key"].endswith(kind):
+                yield name, module, variables["key"], variables["index"]
 
 
 def _install_capturing_hooks(model: PreTrainedModel) -> None:

@@ -42,7 +42,7 @@ from lightning_automodel.modules.structure import class_names, find_blocks, oute
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.guards.hooks_of_users import WHOLE, warn_of_parts
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside, same_container
-from lightning_automodel.parallel.tensor.head_masks import install_head_masks
+from lightning_automodel.parallel.tensor.head_masks import install_head_biases, install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.norms import install_norm, install_row_norm
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
@@ -93,6 +93,7 @@ def apply_tensor_parallel(
         streams = install_sequence_parallel(model, tp_mesh.get_group(), layout.sequence, layout.terms)
     install_written_inputs(model, layout, streams)
     install_head_masks(model, tp_mesh.get_group(), layout)
+    install_head_biases(model, tp_mesh.get_group(), layout)
     install_recorded_shares(model, tp_mesh.get_group(), layout)
     install_beside(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)

@@ -24,6 +24,7 @@ from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient
 from lightning_automodel.modules.forward import SharedByCopies
+from lightning_automodel.parallel.tensor.parts import Beside, mark_part
 from lightning_automodel.parallel.tensor.stream import is_float
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.parallel.traces import floating, refused
@@ -31,7 +32,8 @@ from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Leave
 
-_WHOLE = "_whole_on_all_ranks_beside_its_sum"
+_FOUND = "_what_a_rank_has_beside_its_sum"
+_REFUSED = "_RefusedBackward"
 _ENTERED = ("_CopyInBackward", "_GatherInBackward")
 _WHOLE_AGAIN = (
     "_ReduceOutBackward",
@@ -40,7 +42,6 @@ _WHOLE_AGAIN = (
     "_SplitBackward",
     "_ScaleGradientBackward",
 )
-_REFUSED = "_RefusedBackward"
 _COMPILED = "CompiledFunctionBackward"
 
 
@@ -49,9 +50,9 @@ def beside(output: Any) -> list[Tensor]:
     return floating(output[1:]) if isinstance(output, tuple | list) else []
 
 
-def note_whole(module: nn.Module, whole: list[bool]) -> None:
-    """Note which of the tensors beside the first output of ``module`` are whole on every rank."""
-    module.__dict__[_WHOLE] = whole
+def note_beside(module: nn.Module, found: list[Beside]) -> None:
+    """Note what a rank has of each of the tensors beside the first output of ``module``."""
+    module.__dict__[_FOUND] = found
 
 
 def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
@@ -60,6 +61,15 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
         if name not in layout.modules or layout.modules[name].leave is not Leave.REDUCE_ALL:
             module = model.get_submodule(name)
             module.register_forward_hook(_Leaving(group, _message(name, module, group.size())))
+    for name in layout.holders:
+        model.get_submodule(name).register_forward_hook(_mark_parts)
+
+
+def _mark_parts(module: nn.Module, args: tuple, output: Any) -> None:
+    if not is_whole_now() and not torch.compiler.is_compiling():
+        for value, found in zip(beside(output), module.__dict__.get(_FOUND, []), strict=False):
+            if found.dim is not None:
+                mark_part(value, found.dim)
 
 
 class _Leaving(SharedByCopies):
@@ -67,18 +77,20 @@ class _Leaving(SharedByCopies):
         self.group, self.message = group, message
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if is_whole_now() or not any(x.requires_grad for x in beside(output)):
+        if is_whole_now() or not beside(output):
             return None
-        noted = module.__dict__.get(_WHOLE, [])
-        whole = iter(noted if len(noted) == len(beside(output)) else [False] * len(beside(output)))
-        others = tree_map(lambda x: self._leave(x, next(whole)) if is_float(x) else x, output[1:])
+        noted = module.__dict__.get(_FOUND, [])
+        found = iter(noted if len(noted) == len(beside(output)) else [Beside(is_whole=False)] * len(beside(output)))
+        others = tree_map(lambda x: self._leave(x, next(found)) if is_float(x) else x, output[1:])
         return same_container(output, (output[0], *others))
 
-    def _leave(self, value: Tensor, is_whole: bool) -> Tensor:
-        if is_whole:
-            return scale_gradient(value, 1 / self.group.size())
-        # The passes before a graph is compiled have refused it.
-        return value if torch.compiler.is_compiling() or not value.requires_grad else refused(value, self.message)
+    def _leave(self, value: Tensor, found: Beside) -> Tensor:
+        if found.is_whole:
+            return scale_gradient(value, 1 / self.group.size()) if value.requires_grad else value
+        if torch.compiler.is_compiling():  # the passes before have refused it
+            return value
+        left = refused(value, self.message) if value.requires_grad else value
+        return left if found.dim is None else mark_part(left, found.dim)
 
 
 class EnteringBeside:
@@ -132,7 +144,7 @@ def _was_computed_within(value: Tensor) -> bool | None:
         names.add(node.name())
         if node.name() == _REFUSED:
             node.passes = True
-    return None if _COMPILED in names else not names.isdisjoint(_ENTERED)
+    return None if _COMPILED in names else not names.isdisjoint((*_ENTERED, _REFUSED))
 
 
 def _nodes_within(value: Tensor) -> Iterator[Any]:

@@ -1,9 +1,11 @@
-"""Cuts attention masks that a user gives for each head, where attention computes with a rank's heads.
+"""Cuts what attention is handed for each head, where it computes with a rank's heads: masks, biases of positions.
 
 ::
 
     attention_mask [batch, heads, queries, keys]        GPU 0: heads 0-1     GPU 1: heads 2-3
     attention_mask [batch, 1, queries, keys]            whole on both
+    position_bias  [1, heads, queries, keys]            GPU 0: heads 0-1     GPU 1: heads 2-3
+    alibi          [batch * heads, 1, keys]             GPU 0: heads 0-1     GPU 1: heads 2-3     of each row
 """
 
 import inspect
@@ -13,8 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel.modules.forward import code_of, named_arguments, wrap_forward
-from lightning_automodel.modules.structure import find_blocks, outermost, text_config
+from lightning_automodel.distributed.collectives import split
+from lightning_automodel.modules.forward import arguments_of, code_of, named_arguments, wrap_forward
+from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_of
+from lightning_automodel.modules.structure import find_blocks, names_around, outermost, text_config
+from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
 
@@ -44,6 +49,60 @@ def install_head_masks(model: nn.Module, group: ProcessGroup, layout: Layout) ->
         return forward(*args, **kwargs)
 
     wrap_forward(model, around)
+
+
+def install_head_biases(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
+    """Cut what enters attention with a rank's heads, and has numbers of all of them.
+
+    What the first layer makes of its own table has a rank's heads already.
+    """
+    handed = {
+        name: heads
+        for name in names_around(n for n, found in layout.parameters.items() if not found.placement.is_replicate())
+        if (heads := heads_of(counts_of(module := model.get_submodule(name)))) is not None
+        if not BIASES_OF_HEADS.isdisjoint(arguments_of(module))
+    }
+    for name in handed.keys() - names_around(handed):  # a block may count heads, too
+        is_divided = heads_of(layout.attributes.get(name, {})) is not None
+        per_rank = handed[name] if is_divided else handed[name] // group.size()
+        is_copied_in = outermost(layout.boundaries, name) is not None
+        wrap_forward(model.get_submodule(name), _Handed(per_rank, group, is_copied_in).around)
+
+
+class _Handed:
+    """Cuts arguments of an attention module.
+
+    Args:
+        heads: of a rank.
+        group: over tp.
+        is_copied_in: what enters has its gradients summed over the ranks; else they are collected here.
+    """
+
+    def __init__(self, heads: int, group: ProcessGroup, is_copied_in: bool) -> None:
+        self.heads, self.group, self.is_copied_in = heads, group, is_copied_in
+
+    def around(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run ``forward`` with a rank's share of each."""
+        if is_whole_now():
+            return forward(*args, **kwargs)
+        given = named_arguments(module, args, kwargs)
+        cut = {name: self._cut(name, given[name], given) for name in (_MASK, *BIASES_OF_HEADS) if name in given}
+        return forward(**{**given, **cut})
+
+    def _cut(self, name: str, value: Any, given: dict[str, Any]) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < (4 if name == _MASK else 3):
+            return value
+        heads, rows = self.heads * self.group.size(), next(iter(given.values())).shape[0]
+        if value.shape[-3] == heads:
+            return self._own(value, value.ndim - 3)
+        if value.ndim == 3 and value.shape[0] == rows * heads:
+            return self._own(value.unflatten(0, (rows, heads)), 1).flatten(0, 1)
+        return value
+
+    def _own(self, value: Tensor, dim: int) -> Tensor:
+        if self.is_copied_in:
+            return value.narrow(dim, self.group.rank() * self.heads, self.heads)
+        return split(value, dim, self.group)
 
 
 def _cannot_train(attention: str, heads: int, tp: int) -> str:

@@ -1,6 +1,7 @@
 """Router logits and attention maps that transformers records inside of split layers: whole values on every rank."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from lightning_automodel._compat.transformers.models import recorded_outputs, re
 from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
-from lightning_automodel.modules.structure import class_names, nearest_config, outermost
+from lightning_automodel.modules.structure import class_names, names_around, nearest_config, outermost
 from lightning_automodel.parallel.tensor.beside import same_container
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
@@ -33,29 +34,30 @@ def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layou
     found = list(recorded_outputs(model, ROUTER_LOGITS))
     if found:
         log(f"{class_names(model)[0]}: transformers records router_logits of {len(found)} modules")
-    for name, module, index in found:
+    for name, module, _, index in found:
         if outermost(layout.boundaries, name) is not None:
             _Recorded(index, lambda x: scale_gradient(x, 1 / group.size())).install(module)
-    for module, index in _split_attentions(model, layout):
-        _Recorded(index, lambda x: _heads_if_recorded(x, group)).install(module)
+    for module, key, index in _split_attentions(model, layout):
+        _Recorded(index, partial(_heads_if_recorded, key=key, group=group)).install(module)
     for module, heads in _returning_attentions(model, layout):
         module.register_forward_hook(_Returned(heads, group).gather, with_kwargs=True)
 
 
-def _heads_if_recorded(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _all_heads(x, group) if ATTENTIONS in recordings_of_call() else x
+def _heads_if_recorded(x: Tensor, key: str, group: ProcessGroup) -> Tensor:
+    return _all_heads(x, group) if key in recordings_of_call() else x
 
 
 def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    return gather(x, 1, x.shape[1] * group.size(), group)
+    """Join maps [..., heads / tp, queries, keys] of the ranks."""
+    return gather(x, x.ndim - 3, x.shape[-3] * group.size(), group)
 
 
-def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, int]]:
+def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, str, int]]:
     """Find the modules with a rank's heads among those whose attention maps are recorded."""
-    split = _around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
-    for name, module, index in list(recorded_outputs(model, ATTENTIONS)):
+    split = names_around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    for name, module, key, index in list(recorded_outputs(model, ATTENTIONS)):
         if name in split:
-            yield module, index
+            yield module, key, index
 
 
 def _returning_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, set[int]]]:
@@ -63,18 +65,13 @@ def _returning_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn
 
     These are boundaries, at whose end values are what one process has, and outside of them the innermost ones.
     """
-    split = _around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    split = names_around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
     asked = {name for name, module in model.named_modules() if name in split and _ASKED in arguments_of(module)}
-    recorded = {name for name, _, _ in recorded_outputs(model, ATTENTIONS)}
-    innermost = asked - recorded - _around([*asked, *recorded])
+    recorded = {name for name, *_ in recorded_outputs(model, ATTENTIONS)}
+    innermost = asked - recorded - names_around([*asked, *recorded])
     for name in sorted({outermost(layout.boundaries, name) or name for name in innermost} & asked):
         config = nearest_config(model, name)
         yield model.get_submodule(name), {getattr(config, key, 0) for key in _HEADS_IN_CONFIGS}
-
-
-def _around(names: Iterable[str]) -> set[str]:
-    """Name all modules around these modules or parameters, but the model."""
-    return {name[:i] for name in names for i, character in enumerate(name) if character == "."}
 
 
 class _Returned(SharedByCopies):
@@ -96,8 +93,8 @@ class _Returned(SharedByCopies):
         return same_container(output, (output[0], *map(self._whole, output[1:])))
 
     def _whole(self, x: Any) -> Any:
-        is_map = isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 4
-        return _all_heads(x, self.group) if is_map and x.shape[1] * self.group.size() in self.heads else x
+        is_map = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 3
+        return _all_heads(x, self.group) if is_map and x.shape[-3] * self.group.size() in self.heads else x
 
 
 class _Recorded:
@@ -138,4 +135,5 @@ class _Recorded:
     def _put(self, output: Any, value: Tensor) -> Any:
         if not isinstance(output, tuple | list):
             return value
-        return same_container(output, (value if i == self.index else x for i, x in enumerate(output)))
+        place = self.index % len(output)
+        return same_container(output, (value if i == place else x for i, x in enumerate(output)))

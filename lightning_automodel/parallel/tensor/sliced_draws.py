@@ -26,6 +26,7 @@ from lightning_automodel.distributed.random_numbers import drawing_aside, genera
 from lightning_automodel.modules.forward import Context, keep_for_recomputation, wrap_forward
 from lightning_automodel.modules.structure import class_names, find_blocks
 from lightning_automodel.parallel.tensor.cut_draws import UNKNOWN, WHOLE, Cut, draw_whole, find_cut
+from lightning_automodel.parallel.tensor.parts import dim_of_part
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream
 from lightning_automodel.parallel.tensor.twins import (
     WholeDraws,
@@ -147,7 +148,7 @@ class _BlockDraws:
         if self.stream is not None and value is not None and value.ndim > 2:
             self.length = self._length_of(value) or value.shape[1]
         if self.is_watched and self.length not in self._plans:
-            plan = _Plan(whole_draws(self.twin, args, kwargs, self._length_of))
+            plan = _Plan(whole_draws(self.twin, args, kwargs, self._shape_of))
             self._plans[self.length] = plan
             self._draws = not plan.whole.is_complete or bool(plan.whole.shapes or plan.whole.passed_over)
             self.is_watched = self._draws
@@ -171,6 +172,15 @@ class _BlockDraws:
         """Tokens of the whole sequence that ``value`` is a slice of; FSDP2 hands on a tensor without the attribute."""
         is_slice = self.stream is not None and self.stream.running and self.stream.is_slice(value)
         return getattr(value, LENGTH, self.stream.length if self.stream is not None and is_slice else None)
+
+    def _shape_of(self, value: Tensor) -> list[int]:
+        """Return the shape of the whole of which ``value`` is a slice: of the sequence, or of the heads."""
+        shape = list(value.shape)
+        if (length := self._length_of(value)) is not None:
+            shape[1] = length
+        elif (dim := dim_of_part(value)) is not None:
+            shape[dim] *= self.group.size()
+        return shape
 
     @contextmanager
     def watching(self, name: str, place: int) -> Generator[None, None, None]:

@@ -15,6 +15,7 @@ writes into buffers, and gradients of what enters, are compared, too. What draws
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ from lightning_automodel._compat.torch.tensors import TorchDispatchMode, version
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.modules.caches import caches_by_name, without_cache
 from lightning_automodel.parallel.given_containers import copied
-from lightning_automodel.parallel.tensor.beside import beside, note_whole
+from lightning_automodel.parallel.tensor.beside import beside, note_beside
+from lightning_automodel.parallel.tensor.parts import Beside, cut_dim, whole_of
 from lightning_automodel.parallel.tensor.trial_weights import (
     Tried,
     draw_weights,
@@ -77,11 +79,11 @@ class Trial:
                 untried.discard(self.name)
                 if self._tried.is_boundary and (left := left_behind(module)):
                     self._keep_from_losses(module, left)
-                whole: list[bool] = []
-                if not _is_right(module, self._tried, self._tp_mesh, args, kwargs, whole):
+                found: list[Beside] = []
+                if not _is_right(module, self._tried, self._tp_mesh, args, kwargs, found):
                     untried.add(self.name)
                     raise ValueError(self._message(module))
-                note_whole(module, whole)
+                note_beside(module, found)
 
         return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
 
@@ -115,11 +117,11 @@ class Trial:
 
 
 def _is_right(
-    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], whole: list[bool]
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, args: tuple, kwargs: dict[str, Any], found: list[Beside]
 ) -> bool:
     """Compare what the ranks' slices give together with what the whole gives: values, and gradients of what enters.
 
-    ``whole`` gets for each value beside the first output whether slices give the same on every rank.
+    ``found`` gets for each value beside the first output what a rank has of it.
 
     Returns:
         true also where that cannot be told: it draws at random, or does not run with other weights.
@@ -130,52 +132,64 @@ def _is_right(
     device_type = first[0].device.type
     with without_modes(), torch.no_grad(), torch.autocast(device_type, enabled=False), leaving_no_trace(module):
         args, kwargs = caches_by_name(module, args, kwargs)
-        args, kwargs = in_float32(args), in_float32(without_cache(kwargs))
+        parts = args, without_cache(kwargs)
+        whole = tree_map(lambda x: whole_of(x, tp_mesh.get_group()) if isinstance(x, Tensor) else x, parts)
+        given = _Given(in_float32(whole), in_float32(parts), first[0].device)
         _tried.append(module)
         try:
-            runs = [partial(run, module, args, kwargs) for run in (_evaluate, _differentiate, _train)]
-            return all([_compare(module, tried, tp_mesh, next(tensors((args, kwargs))).device, f, whole) for f in runs])
+            runs = [partial(run, module) for run in (_evaluate, _differentiate, _train)]
+            return all([_compare(module, tried, tp_mesh, given, run, found) for run in runs])
         finally:
             _tried.pop()
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What a module is called with, as it is and as a rank has it: arguments by place and by name."""
+
+    whole: tuple[tuple, dict[str, Any]]
+    parts: tuple[tuple, dict[str, Any]]
+    device: torch.device
+
+
 def _compare(
-    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, device: torch.device, run: Callable, same: list[bool]
+    module: nn.Module, tried: Tried, tp_mesh: DeviceMesh, given: _Given, run: Callable, noted: list[Beside]
 ) -> bool:
-    whole, watch = draw_weights(tried, device), _Watch(tp_mesh)
+    whole, watch = draw_weights(tried, given.device), _Watch(tp_mesh)
     slices = {key: slice_of_rank(whole[key], layout, tp_mesh) for key, (_, _, layout) in tried.parameters.items()}
     with in_place(module, whole), restored(module, tried.attributes), without_collectives():
-        expected = _numbers_of(partial(run, watch), watch)
+        expected = _numbers_of(partial(run, *given.whole, watch), watch)
     beside_whole, watch.beside = watch.beside, []
     with in_place(module, slices):
-        found = _numbers_of(partial(run, watch), watch)
+        found = _numbers_of(partial(run, *given.parts, watch), watch)
     if len(expected) == len(found):
         expected = [watch.part_like(x, y) for x, y in zip(expected, found, strict=True)]
     can_tell = len(expected) == len(found) > 0 and not watch.draws
     can_tell = can_tell and all(one.shape == other.shape for one, other in zip(expected, found, strict=True))
-    agreed = torch.tensor(float(can_tell), device=device)
+    agreed = torch.tensor(float(can_tell), device=given.device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, tp_mesh.get_group())
     if not agreed.item():
         return True
-    same[:] = _same_on_all(watch.beside, beside_whole, tp_mesh)
+    noted[:] = _what_ranks_have(watch.beside, beside_whole, tp_mesh) or noted
     if tried.is_boundary:
         dist.all_reduce(found[0], group=tp_mesh.get_group())
     errors = [(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]
     bound = _OF_NARROW if watch.is_narrow else _TOLERANCE
-    wrong = torch.tensor(float(any(error > bound for error in errors)), device=device)  # NaN tells nothing
+    wrong = torch.tensor(float(any(error > bound for error in errors)), device=given.device)  # NaN tells nothing
     dist.all_reduce(wrong, dist.ReduceOp.MAX, tp_mesh.get_group())
     return not wrong.item()
 
 
-def _same_on_all(found: list[Tensor], expected: list[Tensor], tp_mesh: DeviceMesh) -> list[bool]:
-    """Tell for each value beside the first output whether every rank gets what the whole gives."""
+def _what_ranks_have(found: list[Tensor], expected: list[Tensor], tp_mesh: DeviceMesh) -> list[Beside]:
+    """Tell for each value beside the first output whether every rank gets what the whole gives, or which part."""
     if not expected or len(found) != len(expected):
         return []
-    pairs = zip(found, expected, strict=True)
+    pairs = list(zip(found, expected, strict=True))
     alike = [x.shape == y.shape and bool((x - y).norm() <= _TOLERANCE * y.norm()) for x, y in pairs]
     agreed = torch.tensor(alike, dtype=torch.float32, device=found[0].device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, tp_mesh.get_group())
-    return [bool(x) for x in agreed.tolist()]
+    dims = [cut_dim(x.shape, y.shape, tp_mesh.size()) for x, y in pairs]
+    return [Beside(bool(x), dim) for x, dim in zip(agreed.tolist(), dims, strict=True)]
 
 
 def _numbers_of(run: Callable[[], list[Tensor]], watch: "_Watch") -> list[Tensor]:

@@ -56,7 +56,7 @@ class WholeDraws:
 
 
 def whole_draws(
-    twin: nn.Module, args: tuple, kwargs: dict[str, Any], length_of: Callable[[Tensor], int | None]
+    twin: nn.Module, args: tuple, kwargs: dict[str, Any], shape_of: Callable[[Tensor], Sequence[int]]
 ) -> WholeDraws:
     """Calls ``twin`` on meta, as far as it runs without values.
 
@@ -64,10 +64,10 @@ def whole_draws(
         twin: from :func:`twin_of`.
         args: of the block; and so the next.
         kwargs: a cache among them is left out.
-        length_of: how long the whole is that a tensor is a slice of; ``None`` for what is whole.
+        shape_of: the whole that a tensor is a slice of.
     """
     args, kwargs = caches_by_name(twin, args, kwargs)
-    args, kwargs = _on_meta(args, length_of), _on_meta(without_cache(kwargs), length_of)
+    args, kwargs = _on_meta(args, shape_of), _on_meta(without_cache(kwargs), shape_of)
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):  # for kernels that the twin does not use
         kwargs["attention_mask"] = None
@@ -127,16 +127,9 @@ def _tried(name: str, forward: Callable, noted: "_Note", found: set[str]) -> Cal
     return try_it
 
 
-def _on_meta(value: Any, length_of: Callable[[Tensor], int | None]) -> Any:
-    """Copy ``value`` with tensors on meta; a slice of the sequence becomes as long as the whole."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        shape = list(tensor.shape)
-        if (whole := length_of(tensor)) is not None:
-            shape[1] = whole
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return copied(value, change=empty)
+def _on_meta(value: Any, shape_of: Callable[[Tensor], Sequence[int]]) -> Any:
+    """Copy ``value`` with tensors on meta, of the shapes that they have as a whole."""
+    return copied(value, change=lambda x: torch.empty(shape_of(x), dtype=x.dtype, device="meta"))
 
 
 def shape_of_draw(args: Sequence[Any]) -> torch.Size:

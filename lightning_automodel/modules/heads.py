@@ -1,0 +1,23 @@
+"""How attention modules count their heads, and what they are handed for each."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads")
+HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", *KEY_VALUE_HEADS)
+"""Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
+
+BIASES_OF_HEADS = {"alibi", "position_bias"}
+"""Arguments of attention modules that hold numbers of all heads, in the last dimension but two."""
+
+
+def counts_of(module: nn.Module) -> dict[str, int]:
+    """Reads the attributes of a module that count heads."""
+    found = {attribute: getattr(module, attribute, None) for attribute in HEADS}
+    return {attribute: n for attribute, n in found.items() if isinstance(n, int) and not isinstance(n, bool)}
+
+
+def heads_of(counts: Mapping[str, int]) -> int | None:
+    """Return the number of query heads among attributes that count heads; ``None`` where none of them does."""
+    return next((count for name, count in counts.items() if name in HEADS and name not in KEY_VALUE_HEADS), None)

@@ -1,0 +1,218 @@
+"""Attention that computes with numbers for each head beside the stream: biases of positions, learned or not.
+
+A table in the first layer, from which the others are handed its biases; in every layer; or none: the model makes them.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
+    MPNetConfig,
+    MPNetForMaskedLM,
+    MptConfig,
+    MptForCausalLM,
+    Pix2StructTextConfig,
+    Pix2StructTextModel,
+    SpeechT5Config,
+    SpeechT5ForTextToSpeech,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+
+from lightning_automodel import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.plans.validation import validate_tp
+from lightning_automodel.testing.pool import Pool
+from tests.plans.support import BOUND, SCHEDULE
+from tests.support.comparison import compare
+
+T5: dict[str, Any] = {
+    **{"vocab_size": 128, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
+}
+SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def drawn(make: Any, config: Any, attention: str = "eager") -> nn.Module:
+    """A model whose biases count."""
+    torch.manual_seed(0)
+    config.use_cache = False
+    model = make._from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim <= 1 or "relative_attention_bias" in name:
+                parameter.add_(torch.randn_like(parameter) * (0.05 if parameter.ndim <= 1 else 1))
+    return model
+
+
+def t5(kind: Any = T5ForConditionalGeneration, config: Any = T5Config, attention: str = "eager", **fields: Any) -> Any:
+    return drawn(kind, config(**T5 | fields), attention)
+
+
+def longt5(attention: str) -> nn.Module:
+    fields: dict[str, Any] = {"encoder_attention_type": attention, "local_radius": 3, "global_block_size": 4}
+    return t5(LongT5ForConditionalGeneration, LongT5Config, **fields)
+
+
+def switch() -> nn.Module:
+    experts: dict[str, Any] = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    experts |= {"num_decoder_layers": 2, "router_jitter_noise": 0.0}
+    return t5(SwitchTransformersForConditionalGeneration, SwitchTransformersConfig, **experts, num_layers=2)
+
+
+def mpnet() -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dry: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return drawn(MPNetForMaskedLM, MPNetConfig(vocab_size=128, intermediate_size=64, **sizes, **dry))
+
+
+def bloom() -> nn.Module:
+    return drawn(BloomForCausalLM, BloomConfig(**SIZES, n_layer=2, n_head=4))
+
+
+def falcon(alibi: bool) -> nn.Module:
+    fields: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "multi_query": False}
+    return drawn(FalconForCausalLM, FalconConfig(**SIZES, **fields, parallel_attn=False, alibi=alibi))
+
+
+def mpt() -> nn.Module:
+    return drawn(MptForCausalLM, MptConfig(vocab_size=128, d_model=32, n_layers=2, n_heads=4, max_seq_len=64))
+
+
+def pix2struct() -> nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "d_kv": 8, "d_ff": 64}
+    others: dict[str, Any] = {"is_decoder": True, "dropout_rate": 0.0, "initializer_range": 0.02}
+    return drawn(Pix2StructTextModel, Pix2StructTextConfig(**sizes, **others, num_layers=2, num_heads=4))
+
+
+def lora(**fields: Any) -> nn.Module:
+    """In float64: low rank cancels in float32."""
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q", "v", "o"], r=2, init_lora_weights=False)
+    return get_peft_model(t5(**fields), config).double()
+
+
+def checkpointing() -> nn.Module:
+    """Biases of zeros, of attention to the encoder, are then made to have gradients."""
+    model = t5()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "t5": t5,
+    "t5 that checkpoints": checkpointing,
+    "t5 that drops": partial(t5, dropout_rate=0.2),
+    "gated t5 that drops in a kernel": partial(
+        t5, attention="sdpa", feed_forward_proj="gated-gelu", tie_word_embeddings=False, dropout_rate=0.2
+    ),
+    "umt5": partial(t5, UMT5ForConditionalGeneration, UMT5Config),
+    "longt5, local": partial(longt5, "local"),
+    "longt5, transient global": partial(longt5, "transient-global"),
+    "switch": switch,
+    "mpnet": mpnet,
+    "bloom": bloom,
+    "falcon with alibi": partial(falcon, alibi=True),
+    "falcon": partial(falcon, alibi=False),
+    "mpt": mpt,
+    "pix2struct": pix2struct,
+    "lora": lora,
+    "lora that drops": partial(lora, dropout_rate=0.2),
+}
+ONE_OF_EACH = ("t5 that drops", "longt5, transient global", "mpnet", "bloom", "mpt")
+
+
+def errors(sizes: dict[str, int], names: list[str], fields: dict[str, Any]) -> dict[str, Any]:
+    """Runs on each rank: the largest error of each model that has one."""
+    world = torch.distributed.get_world_size()
+    found = {n: compare(MODELS[n], sizes, world, SCHEDULE, FSDP2Config(**fields)).largest for n in names}
+    return {name: error for name, error in found.items() if not error[0] <= BOUND}
+
+
+def test_exact(pool2: Pool) -> None:
+    assert pool2.run(errors, {"tp": 2}, ONE_OF_EACH, {}, timeout=120) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_exact_for_all(pool2: Pool) -> None:
+    assert pool2.run(errors, {"tp": 2}, list(MODELS.keys() - ONE_OF_EACH), {}, timeout=200) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [{"sequence_parallel": True}, {"activation_checkpointing": True}, {"enable_compile": True}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_exact_with(fields: dict[str, Any], pool2: Pool) -> None:
+    assert pool2.run(errors, {"tp": 2}, ONE_OF_EACH, fields, timeout=240) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"tp": 4}], ids=str)
+def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
+    """With a head for each rank, a share of the biases looks like one for all heads."""
+    assert pool4.run(errors, sizes, [*ONE_OF_EACH, "lora"], {}, timeout=200) == [{}] * 4
+
+
+def written(names: list[str]) -> dict[str, bool]:
+    """Runs on each rank: whether the tokens that a model writes are those of one process."""
+    mesh, ids = build_mesh(resolve_sizes(2, tp=2), "cpu"), torch.arange(3, 36).view(3, 11)
+    found = {}
+    for name in names:
+        model: Any = MODELS[name]().eval()
+        one = copy.deepcopy(model).generate(input_ids=ids, max_new_tokens=8, use_cache=True)
+        many: Any = parallelize(model, mesh)
+        found[name] = torch.equal(one, many.eval().generate(input_ids=ids, max_new_tokens=8, use_cache=True))
+    return found
+
+
+@pytest.mark.slow
+def test_generation(pool2: Pool) -> None:
+    names = ["t5", "umt5", "longt5, transient global", "bloom", "falcon with alibi", "mpt"]
+    assert pool2.run(written, names, timeout=120) == [dict.fromkeys(names, True)] * 2
+
+
+def test_what_a_rank_has() -> None:
+    layout = derive_layout(t5(), select_plan(t5()), 2)
+    attention = "decoder.block.0.layer.0.SelfAttention"
+    assert layout.parameters[f"{attention}.relative_attention_bias.weight"].placement == Shard(1)
+    assert layout.parameters[f"{attention}.q.weight"].placement == Shard(0)
+    assert layout.attributes[attention] == {"n_heads": 2}
+    mpt_layout = derive_layout(mpt(), select_plan(mpt()), 2)
+    assert mpt_layout.parameters["transformer.blocks.0.attn.Wqkv.weight"].placement != Replicate()
+
+
+def test_features_of_positions_are_not_numbers_of_heads() -> None:
+    sizes: dict[str, Any] = {"encoder_layers": 2, "decoder_layers": 2}
+    config = SpeechT5Config(hidden_size=16, encoder_attention_heads=4, decoder_attention_heads=4, **sizes)
+    with torch.device("meta"):
+        rules = known_rules(SpeechT5ForTextToSpeech(config))
+    assert rules
+    assert not [rule for rule in rules if "attn" in rule or "attention" in rule]
+
+
+def test_heads_that_tp_does_not_divide_are_told() -> None:
+    with pytest.raises(ValueError, match=r"tp=3 does not fit T5ForConditionalGeneration with num_attention_heads=4"):
+        validate_tp(t5(), 3, derive_layout(t5(), select_plan(t5()), 3))
