@@ -29,7 +29,7 @@ from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.modules.caches import caches_by_name, without_cache
-from lightning_automodel.parallel.given_containers import copied
+from lightning_automodel.parallel.given_containers import changed, copied
 from lightning_automodel.parallel.tensor.beside import beside, note_whole
 from lightning_automodel.parallel.tensor.trial_weights import (
     Tried,
@@ -129,6 +129,8 @@ def _is_right(
         return True
     device_type = first[0].device.type
     with without_modes(), torch.no_grad(), torch.autocast(device_type, enabled=False), leaving_no_trace(module):
+        # What entered the real pass comes from other layers, which a trial must not tell where it goes.
+        args, kwargs = changed((args, kwargs), lambda x, _: x.detach())
         args, kwargs = caches_by_name(module, args, kwargs)
         args, kwargs = in_float32(args), in_float32(without_cache(kwargs))
         _tried.append(module)
