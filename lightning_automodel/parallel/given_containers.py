@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -187,6 +188,8 @@ def _items(value: Any) -> dict[Any, Any] | None:
 
 
 def _is_of_user(value: Any) -> bool:
+    if isinstance(value, SimpleNamespace):
+        return True
     return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not is_of_library(type(value))
 
 

@@ -82,14 +82,14 @@ class Holding(Attention):
 
 
 class Sloped(Attention):
-    """Adds slopes of the heads, of which the first layer's are handed on as they are: no input is part of them."""
+    """Adds slopes of the heads, of which the first layer's are handed on: no input is part of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slopes = nn.Parameter(torch.rand(WIDTH // HEAD))
 
     def forward(self, x: Tensor, first: Any, rotary: Any) -> tuple:
-        slopes = self.slopes if first is None else first
+        slopes = self.slopes.exp() if first is None else first
         given = super().forward(x, slopes[:, None, None], rotary)
         return given[0], slopes, given[2]
 
@@ -111,6 +111,10 @@ class Noting(Attention):
         mixed, _, size = super().forward(x, None, rotary)
         first.append((x * self.share).square().mean())
         return mixed, first, size
+
+
+class Seen(Attention):
+    """Hands on what a loss reads, too."""
 
 
 class Router(nn.Module):
@@ -198,12 +202,25 @@ class WithNotes(Model):
         return SimpleNamespace(loss=loss + sum(self.notes))
 
 
+class WithSeen(Model):
+    """Has a loss of what the first block gives to the others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[Tensor] = []
+        self.blocks[0].register_forward_hook(lambda block, args, output: self.seen.append(output[1]))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        loss = super().forward(input_ids, labels).loss
+        return SimpleNamespace(loss=loss + self.seen.pop().square().mean())
+
+
 PLAN = {
     **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
     **{"blocks.*.attention.o": "rowwise", "blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"},
 }
 SLOPES: dict[type[Attention], dict[str, str]] = {Sloped: {"blocks.*.attention.slopes": "colwise"}}
-MODELS: dict[type[Attention], type[Model]] = {Appending: WithList, Noting: WithNotes}
+MODELS: dict[type[Attention], type[Model]] = {Appending: WithList, Noting: WithNotes, Seen: WithSeen}
 
 
 def build(attention: type[Attention], reads_sizes: bool = False, model: type[Model] = Model) -> nn.Module:
@@ -276,19 +293,21 @@ def test_a_loss_of_a_slice_is_refused(pool2: Pool) -> None:
         assert "blocks.2.attention (Attention) returns beside its first output" in said
 
 
-def read_notes(**lever: Any) -> str:
-    """Runs on each rank: a loss reads what layers put into a list that they are given."""
+def read(kind: type[Attention], **lever: Any) -> str:
+    """Runs on each rank: a loss reads what layers hand to each other, or put into a list that they are given."""
     config = FSDP2Config(tp_plan=PLAN, **lever)
-    model = parallelize(build(Noting), build_mesh(resolve_sizes(2, tp=2), "cpu"), config)
+    model = parallelize(build(kind), build_mesh(resolve_sizes(2, tp=2), "cpu"), config)
     with pytest.raises(ValueError, match="a loss reads what") as caught:
         model.train()(**batches(SCHEDULE, 0, 0)[0]).loss.backward()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("lever", LEVERS, ids=str)
-def test_a_loss_of_what_is_put_into_a_list_is_refused(lever: dict[str, Any], pool2: Pool) -> None:
-    for said in pool2.run(read_notes, **lever):
+def test_a_loss_of_what_is_handed_on_is_refused(lever: dict[str, Any], pool2: Pool) -> None:
+    for said in pool2.run(read, Noting, **lever):
         assert "blocks.2.attention (Noting) writes into a list, a dict or an object that it is given" in said
+    for said in pool2.run(read, Seen, **lever):
+        assert "blocks.0.attention (Seen) returns beside its first output" in said
 
 
 class Dictionary(Attention):

@@ -42,6 +42,7 @@ _WHOLE_AGAIN = (
 )
 _REFUSED, _LOCAL = "_RefusedBackward", "_LocalBackward"
 _COMPILED = "CompiledFunctionBackward"
+_OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
 
 
 def beside(output: Any) -> list[Tensor]:
@@ -61,6 +62,22 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
             module = model.get_submodule(name)
             module.register_forward_hook(_Leaving(group, _message(name, module, group.size())), with_kwargs=True)
             wrap_forward(module, _Writing(_message_of_written(name, module, group.size())))
+    if layout.terms:
+        model.register_forward_hook(_refuse_slices)
+
+
+def _refuse_slices(model: nn.Module, args: tuple, output: Any) -> Any:
+    """Let gradients of what ``model`` gives be an error where it reads what split layers hand to each other."""
+    if torch.compiler.is_compiling() or is_in_backward() or is_whole_now():
+        return None
+    return changed(output, lambda x, _: _refused_if_slice(x))
+
+
+def _refused_if_slice(value: Tensor) -> Tensor:
+    nodes = list(_nodes_within(value))
+    if not _OF_BLOCKS.isdisjoint(node.name() for node in nodes):  # the passes before a graph is compiled told
+        return value
+    return next((refused(value, node.message) for node in nodes if node.name() == _REFUSED), value)
 
 
 class _Leaving(SharedByCopies):
