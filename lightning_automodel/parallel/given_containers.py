@@ -9,10 +9,11 @@ what holds them anew::
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from lightning_automodel.modules.reachable_code import is_of_library
 
 Watch = Callable[[nn.Module, Sequence[Tensor]], None]
 """``(module, tensors)``, of which each may be where a backward pass enters the module"""
+
+Change = Callable[[Tensor, str], Tensor]
+"""A tensor, and where it is, to what is to be in its place."""
 
 _DEPTH = 4  # of containers in each other
 
@@ -58,14 +62,42 @@ class _Given(SharedByCopies):
         recordings = [found] if (found := recordings_of_call()) else []
         given, self._given = [*self._given, *recordings], []
         arrived = [*args, *kwargs.values(), *recordings]
-        pairs = [pair for one, other in zip(given, arrived, strict=False) for pair in _pairs(one, other, _DEPTH)]
-        if not pairs:
-            return forward(*args, **kwargs)
-        containers = [_Container(one, other) for one, other in pairs]
-        output = forward(*args, **kwargs)
-        if new := [tensor for container in containers for tensor in container.give_back()]:
+        output, new = giving_back(given, arrived, lambda: forward(*args, **kwargs))
+        if new:
             self._watch(module, new)
         return output
+
+
+def giving_back(
+    given: Sequence[Any], arrived: Sequence[Any], run: Callable[[], Any], change: Change | None = None
+) -> tuple[Any, list[Tensor]]:
+    """Write what ``run`` writes into containers that ``arrived``, which may be copies, into those that were ``given``.
+
+    Args:
+        given: values, some of which hold others.
+        arrived: the same values, or copies of them.
+        run: may write into what arrived.
+        change: what becomes of tensors that are written and require a gradient.
+
+    Returns:
+        what ``run`` returns, where what was given stands in the place of its copies, and the tensors that it has
+        written and that require a gradient.
+    """
+    containers = copies_of(given, arrived, change)
+    output = with_originals(run(), containers)
+    return output, [tensor for container in containers for tensor in container.give_back()]
+
+
+def with_originals(output: Any, containers: Sequence["Copied"]) -> Any:
+    """Return ``output`` with what was given in the place of its copies."""
+    originals = {id(c.arrived): c.given for c in containers if c.arrived is not c.given}
+    return changed(output, lambda x, _: x, originals=originals) if originals else output
+
+
+def copies_of(given: Sequence[Any], arrived: Sequence[Any], change: Change | None = None) -> list["Copied"]:
+    """List what can be written into, of values that were ``given`` and ``arrived`` as they are, or as copies."""
+    pairs = [pair for one, other in zip(given, arrived, strict=False) for pair in _pairs(one, other, _DEPTH)]
+    return [Copied(one, other, change) for one, other in pairs]
 
 
 def recomputed_with(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -101,6 +133,36 @@ def copied(value: Any, depth: int = _DEPTH + 1, change: Callable[[Tensor], Tenso
     return again
 
 
+def changed(
+    value: Any, change: Change, place: str = "", depth: int = _DEPTH, originals: Mapping[int, Any] | None = None
+) -> Any:
+    """Return ``value`` with what ``change`` makes of each tensor in containers in each other, which are copied where
+    that is another tensor. By their ids, containers may have others in their places.
+    """
+    if isinstance(value, Tensor):
+        return change(value, place)
+    if originals and id(value) in originals:
+        return originals[id(value)]
+    items = _items(value) if depth else None
+    values = {key: changed(x, change, f"{place}.{key}", depth - 1, originals) for key, x in (items or {}).items()}
+    if items is None or all(values[key] is x for key, x in items.items()):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
+    again = copy(value)
+    _write(again, values, list(values), set())
+    return again
+
+
+def tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in containers in each other, as :func:`changed` comes by them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        for item in (_items(value) or {}).values():
+            yield from tensors_within(item, depth - 1)
+
+
 def _pairs(given: Any, arrived: Any, depth: int) -> Iterator[tuple[Any, Any]]:
     """Find what can be written into, in what was given and, at the same place, in what arrived."""
     if isinstance(given, Tensor) or depth == 0 or type(given) is not type(arrived):
@@ -126,14 +188,16 @@ def _items(value: Any) -> dict[Any, Any] | None:
 
 
 def _is_of_user(value: Any) -> bool:
+    if isinstance(value, SimpleNamespace):
+        return True
     return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not is_of_library(type(value))
 
 
-class _Container:
+class Copied:
     """A container that was given, and the one that arrived: a copy, or the same."""
 
-    def __init__(self, given: Any, arrived: Any) -> None:
-        self._given, self._arrived = given, arrived
+    def __init__(self, given: Any, arrived: Any, change: Change | None = None) -> None:
+        self.given, self.arrived, self._change = given, arrived, change
         self._items, self._before = _items(given) or {}, _items(arrived) or {}
 
     def give_back(self) -> list[Tensor]:
@@ -142,16 +206,22 @@ class _Container:
         Returns:
             the tensors among them that require a gradient.
         """
-        before, after = self._before, _items(self._arrived) or {}
-        changed = [key for key, value in after.items() if key not in before or before[key] is not value]
+        before, after = self._before, _items(self.arrived) or {}
+        written = [key for key, value in after.items() if key not in before or before[key] is not value]
         removed = before.keys() - after.keys()
-        if self._given is not self._arrived and (changed or removed):
+        known = {id(value) for value in before.values()}
+        if self._change is not None:
+            after |= {key: changed(after[key], partial(self._changed, known)) for key in written}
+        if (self.given is not self.arrived or self._change is not None) and (written or removed):
             origins = {id(value): self._items[key] for key, value in before.items()}
             values = {key: origins.get(id(value), value) for key, value in after.items()}
-            _write(self._given, values, changed, removed)
-        leaves = tree_leaves([after[key] for key in changed])
-        known = {id(value) for value in before.values()}
+            _write(self.given, values, written, removed)
+        leaves = tree_leaves([after[key] for key in written])
         return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad and id(x) not in known]
+
+    def _changed(self, known: Container[int], value: Tensor, place: str) -> Tensor:
+        assert self._change is not None
+        return self._change(value, place) if value.requires_grad and id(value) not in known else value
 
 
 def _write(container: Any, values: dict[Any, Any], changed: Sequence[Any], removed: set[Any]) -> None:

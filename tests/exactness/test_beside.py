@@ -1,5 +1,6 @@
 """Models of no library whose split layers give more than their sum, or take more than the stream."""
 
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -63,6 +64,59 @@ class Listing(Attention):
         return [*super().forward(*args)]
 
 
+class Keying(Attention):
+    """Hands its values on within a dict."""
+
+    pack, unpack = staticmethod(lambda value: {"first": value}), staticmethod(lambda value: value["first"])
+
+
+@dataclass
+class Held:
+    value: Tensor
+
+
+class Holding(Attention):
+    """Hands its values on within a dataclass."""
+
+    pack, unpack = staticmethod(Held), staticmethod(lambda held: held.value)
+
+
+class Sloped(Attention):
+    """Adds slopes of the heads, of which the first layer's are handed on: no input is part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(WIDTH // HEAD))
+
+    def forward(self, x: Tensor, first: Any, rotary: Any) -> tuple:
+        slopes = self.slopes.exp() if first is None else first
+        given = super().forward(x, slopes[:, None, None], rotary)
+        return given[0], slopes, given[2]
+
+
+class Appending(Attention):
+    """Puts its values into the list in which whole ones come."""
+
+    def forward(self, x: Tensor, first: Any, rotary: Any) -> tuple:
+        mixed, value, size = super().forward(x, rotary[2] if len(rotary) > 2 else None, rotary[:2])
+        if len(rotary) == 2:
+            rotary.append(value)
+        return mixed, None, size
+
+
+class Noting(Attention):
+    """Puts what a loss is to read into the list that comes, of whole values."""
+
+    def forward(self, x: Tensor, first: Any, rotary: Any) -> tuple:
+        mixed, _, size = super().forward(x, None, rotary)
+        first.append((x * self.share).square().mean())
+        return mixed, first, size
+
+
+class Seen(Attention):
+    """Hands on what a loss reads, too."""
+
+
 class Router(nn.Module):
     """Weighs what it gives, and gives what a loss and the next layer's router read."""
 
@@ -106,23 +160,72 @@ class Model(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         angles = torch.arange(input_ids.shape[1])[:, None] * self.frequencies
-        x, first, logits, aux = self.embed(input_ids), None, None, torch.zeros(())
+        rotary = self.container((angles.cos(), angles.sin()))
+        x, first, logits, aux = self.embed(input_ids), self.first(), None, torch.zeros(())
         for block in self.blocks:
-            x, first, logits, loss, size = block(x, first, logits, (angles.cos(), angles.sin()))
+            x, first, logits, loss, size = block(x, first, logits, rotary)
             aux = aux + loss + (size if self.reads_sizes else 0)
         loss = functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
         return SimpleNamespace(loss=loss + 0.3 * aux + logits.mean())
+
+    container: Any = tuple
+
+    def first(self) -> Any:
+        """Give what enters the first layer as values of the layer before."""
+        return None
+
+
+class WithSlopes(Model):
+    """Has slopes of all heads, which no layer computes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.slopes = nn.Parameter(torch.rand(WIDTH // HEAD))
+
+    def first(self) -> Tensor:
+        return self.slopes[:, None, None]
+
+
+class WithList(Model):
+    container = list
+
+
+class WithNotes(Model):
+    """Has a loss of what layers put into a list."""
+
+    def first(self) -> list:
+        self.notes: list[Tensor] = []
+        return self.notes
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        loss = super().forward(input_ids, labels).loss
+        return SimpleNamespace(loss=loss + sum(self.notes))
+
+
+class WithSeen(Model):
+    """Has a loss of what the first block gives to the others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[Tensor] = []
+        self.blocks[0].register_forward_hook(lambda block, args, output: self.seen.append(output[1]))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        loss = super().forward(input_ids, labels).loss
+        return SimpleNamespace(loss=loss + self.seen.pop().square().mean())
 
 
 PLAN = {
     **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
     **{"blocks.*.attention.o": "rowwise", "blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"},
 }
+SLOPES: dict[type[Attention], dict[str, str]] = {Sloped: {"blocks.*.attention.slopes": "colwise"}}
+MODELS: dict[type[Attention], type[Model]] = {Appending: WithList, Noting: WithNotes, Seen: WithSeen}
 
 
-def build(attention: type[Attention], reads_sizes: bool = False) -> nn.Module:
+def build(attention: type[Attention], reads_sizes: bool = False, model: type[Model] = Model) -> nn.Module:
     torch.manual_seed(0)
-    return Model(attention, reads_sizes)
+    return MODELS.get(attention, model)(attention, reads_sizes)
 
 
 def errors(sizes: dict[str, int], world: int, levers: list[dict[str, Any]]) -> list[tuple[float, str]]:
@@ -148,10 +251,30 @@ def test_what_layers_hand_each_other_and_losses_read_is_exact(pool2: Pool) -> No
         assert [error for error in found if error[0] > BOUND] == []
 
 
+def errors_of_containers(sizes: dict[str, int], world: int, levers: list[dict[str, Any]]) -> list[tuple[float, str]]:
+    """Runs on each rank."""
+    of_model = partial(build, Attention, model=WithSlopes)
+    kinds: tuple[type[Attention], ...] = (Sloped, Keying, Holding, Appending)
+    cases = [(partial(build, kind), SLOPES.get(kind, {})) for kind in kinds]
+    cases.append((of_model, {"slopes": "colwise"}))
+    return [
+        compare(make, sizes, world, SCHEDULE, FSDP2Config(tp_plan=PLAN | rules, **lever)).largest
+        for lever in levers
+        for make, rules in cases
+    ]
+
+
+@pytest.mark.parametrize("lever", LEVERS[:3], ids=str)
+def test_values_of_parameters_alone_and_in_containers_are_exact(lever: dict[str, Any], pool2: Pool) -> None:
+    for found in pool2.run(errors_of_containers, {"tp": 2}, 2, [lever]):
+        assert [error for error in found if error[0] > BOUND] == []
+
+
 @pytest.mark.long
 def test_over_data_ranks(pool4: Pool) -> None:
-    for found in pool4.run(errors, {"dp_shard": 2, "tp": 2}, 4, LEVERS[:2]):
-        assert [error for error in found if error[0] > BOUND] == []
+    for run in (errors, errors_of_containers):
+        for found in pool4.run(run, {"dp_shard": 2, "tp": 2}, 4, LEVERS[:2]):
+            assert [error for error in found if error[0] > BOUND] == []
 
 
 def read_sizes() -> str:
@@ -168,6 +291,23 @@ WITHOUT_LEVERS = FSDP2Config(tp_plan=PLAN)
 def test_a_loss_of_a_slice_is_refused(pool2: Pool) -> None:
     for said in pool2.run(read_sizes):
         assert "blocks.2.attention (Attention) returns beside its first output" in said
+
+
+def read(kind: type[Attention], **lever: Any) -> str:
+    """Runs on each rank: a loss reads what layers hand to each other, or put into a list that they are given."""
+    config = FSDP2Config(tp_plan=PLAN, **lever)
+    model = parallelize(build(kind), build_mesh(resolve_sizes(2, tp=2), "cpu"), config)
+    with pytest.raises(ValueError, match="a loss reads what") as caught:
+        model.train()(**batches(SCHEDULE, 0, 0)[0]).loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=str)
+def test_a_loss_of_what_is_handed_on_is_refused(lever: dict[str, Any], pool2: Pool) -> None:
+    for said in pool2.run(read, Noting, **lever):
+        assert "blocks.2.attention (Noting) writes into a list, a dict or an object that it is given" in said
+    for said in pool2.run(read, Seen, **lever):
+        assert "blocks.0.attention (Seen) returns beside its first output" in said
 
 
 class Dictionary(Attention):

@@ -40,6 +40,7 @@ from lightning_automodel.modules.forward import wrap_forward
 from lightning_automodel.modules.matrices import is_turned
 from lightning_automodel.modules.structure import class_names, find_blocks, outermost, text_config
 from lightning_automodel.modules.wrappers import unwrapped
+from lightning_automodel.parallel.given_containers import giving_back
 from lightning_automodel.parallel.guards.hooks_of_users import WHOLE, warn_of_parts
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside, same_container
 from lightning_automodel.parallel.tensor.head_masks import install_head_biases, install_head_masks
@@ -172,9 +173,12 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
     def around(
         copies: "_Around | EnteringBeside", module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
+        given = [*args, *kwargs.values()]
         if not is_tried_now(module):
             args, kwargs = copies.enter(module, args, kwargs)
-        return forward(*args, **kwargs)
+        if isinstance(copies, _Around) or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        return giving_back(given, [*args, *kwargs.values()], lambda: forward(*args, **kwargs))[0]
 
     of_all = _Around(partial(copy_in, group=group), every=True)
     for name, module_layout in layout.modules.items():

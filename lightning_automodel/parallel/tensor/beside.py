@@ -12,7 +12,7 @@ another split layer has gradients of a rank's own, and enters as it is. Whether 
 tells (``trials.py``): slices are for other split layers alone, and a loss of them is an error.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel._compat.fsdp2.hooks import edges_behind
-from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient
-from lightning_automodel.modules.forward import SharedByCopies
+from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
+from lightning_automodel.parallel.given_containers import changed, copies_of, giving_back, tensors_within
 from lightning_automodel.parallel.tensor.parts import Beside, mark_part
 from lightning_automodel.parallel.tensor.stream import is_float
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
-from lightning_automodel.parallel.traces import floating, refused
+from lightning_automodel.parallel.traces import refused
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Leave
@@ -42,12 +42,14 @@ _WHOLE_AGAIN = (
     "_SplitBackward",
     "_ScaleGradientBackward",
 )
+_LOCAL = "_LocalBackward"
 _COMPILED = "CompiledFunctionBackward"
+_OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
 
 
 def beside(output: Any) -> list[Tensor]:
     """List the floating-point tensors that a module gives beside the first output."""
-    return floating(output[1:]) if isinstance(output, tuple | list) else []
+    return list(filter(is_float, tensors_within(output[1:]))) if isinstance(output, tuple | list) else []
 
 
 def note_beside(module: nn.Module, found: list[Beside]) -> None:
@@ -60,9 +62,12 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
     for name in layout.terms:
         if name not in layout.modules or layout.modules[name].leave is not Leave.REDUCE_ALL:
             module = model.get_submodule(name)
-            module.register_forward_hook(_Leaving(group, _message(name, module, group.size())))
+            module.register_forward_hook(_Leaving(group, _message(name, module, group.size())), with_kwargs=True)
+            wrap_forward(module, _Writing(_message_of_written(name, module, group.size())))
     for name in layout.holders:
         model.get_submodule(name).register_forward_hook(_mark_parts)
+    if layout.terms:
+        model.register_forward_hook(_refuse_slices)
 
 
 def _mark_parts(module: nn.Module, args: tuple, output: Any) -> None:
@@ -72,25 +77,59 @@ def _mark_parts(module: nn.Module, args: tuple, output: Any) -> None:
                 mark_part(value, found.dim)
 
 
+def _refuse_slices(model: nn.Module, args: tuple, output: Any) -> Any:
+    """Let gradients of what ``model`` gives be an error where it reads what split layers hand to each other."""
+    if torch.compiler.is_compiling() or is_in_backward() or is_whole_now():
+        return None
+    return changed(output, lambda x, _: _refused_if_slice(x))
+
+
+def _refused_if_slice(value: Tensor) -> Tensor:
+    nodes = list(_nodes_within(value))
+    if not _OF_BLOCKS.isdisjoint(node.name() for node in nodes):  # the passes before a graph is compiled told
+        return value
+    return next((refused(value, node.message) for node in nodes if node.name() == _REFUSED), value)
+
+
 class _Leaving(SharedByCopies):
     def __init__(self, group: ProcessGroup, message: str) -> None:
         self.group, self.message = group, message
 
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if is_whole_now() or not beside(output):
             return None
         noted = module.__dict__.get(_FOUND, [])
         found = iter(noted if len(noted) == len(beside(output)) else [Beside(is_whole=False)] * len(beside(output)))
-        others = tree_map(lambda x: self._leave(x, next(found)) if is_float(x) else x, output[1:])
+        held = set() if torch.compiler.is_compiling() else _held_by_containers([*args, *kwargs.values()])
+
+        def leave(x: Tensor, place: str) -> Tensor:
+            return self._leave(x, next(found), id(x) in held) if is_float(x) else x
+
+        others = changed(tuple(output[1:]), leave)
         return same_container(output, (output[0], *others))
 
-    def _leave(self, value: Tensor, found: Beside) -> Tensor:
+    def _leave(self, value: Tensor, found: Beside, is_held: bool) -> Tensor:
+        if is_held:  # those that the module has written there are refused
+            return value
         if found.is_whole:
             return scale_gradient(value, 1 / self.group.size()) if value.requires_grad else value
         if torch.compiler.is_compiling():  # the passes before have refused it
             return value
         left = refused(value, self.message) if value.requires_grad else value
         return left if found.dim is None else mark_part(left, found.dim)
+
+
+class _Writing(SharedByCopies):
+    """Lets gradients of what a split layer writes into lists, dicts and the like that it is given be an error."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __call__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or is_in_backward() or is_whole_now():
+            return forward(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        return giving_back(given, given, lambda: forward(*args, **kwargs), lambda x, _: refused(x, self.message))[0]
 
 
 class EnteringBeside:
@@ -101,16 +140,14 @@ class EnteringBeside:
         self._within: dict[str, bool] = {}
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Change what enters: tensors, and those in tuples and lists."""
+        """Change what enters: tensors, and those in tuples, lists, dicts, dataclasses and objects of users."""
         if is_whole_now():
             return args, kwargs
         first = tuple(self._enter(x, str(place)) for place, x in enumerate(args))
         return first, {name: self._enter(x, name) for name, x in kwargs.items()}
 
     def _enter(self, value: Any, place: str) -> Any:
-        if type(value) in (tuple, list):
-            return same_container(value, [self._enter(x, f"{place}.{i}") for i, x in enumerate(value)])
-        return self.copy(value, place) if is_float(value) else value
+        return changed(value, lambda x, at: self.copy(x, at) if is_float(x) else x, place)
 
     def copy(self, value: Tensor, place: str) -> Tensor:
         """Copy in a whole ``value``; with what enters at ``place`` compiled blocks do as the first passes."""
@@ -133,18 +170,24 @@ def same_container(value: tuple | list, changed: Iterable[Any]) -> Any:
     return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
 
 
+def _held_by_containers(given: list[Any]) -> set[int]:
+    """Note the tensors in what a module can write into."""
+    return {id(x) for container in copies_of(given, given) for x in tensors_within(container.given)}
+
+
 def _was_computed_within(value: Tensor) -> bool | None:
     """Tell whether ``value`` comes from within a split layer, and let the gradient of what left it pass.
 
     Returns:
         nothing if it comes from a compiled block, of which the graph does not tell.
     """
-    names = set()
+    names, of_rank = set(), False
     for node in _nodes_within(value):
         names.add(node.name())
+        of_rank |= node.name() == _LOCAL and node.is_of_rank
         if node.name() == _REFUSED:
             node.passes = True
-    return None if _COMPILED in names else not names.isdisjoint((*_ENTERED, _REFUSED))
+    return None if _COMPILED in names else of_rank or not names.isdisjoint((*_ENTERED, _REFUSED))
 
 
 def _nodes_within(value: Tensor) -> Iterator[Any]:
@@ -170,4 +213,13 @@ def _message(name: str, module: nn.Module, tp: int) -> str:
         f"the rule {wildcard(name)!r}: 'separate' to "
         "FSDP2Config(tp_plan={'extends': 'model', ...}) and leave whole what gives that value ('replicate'); or return "
         "value.detach()"
+    )
+
+
+def _message_of_written(name: str, module: nn.Module, tp: int) -> str:
+    return (
+        f"a loss reads what {name} ({type(module).__name__}) writes into a list, a dict or an object that it is given: "
+        f"every one of the {tp} tp ranks computes it, and their gradients would be summed. Return it beside the first "
+        f"output; or add the rule {wildcard(name)!r}: 'separate' to FSDP2Config(tp_plan={{'extends': 'model', ...}}): "
+        "each of its members then takes its own collectives; or write value.detach()"
     )

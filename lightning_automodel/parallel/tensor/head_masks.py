@@ -56,13 +56,14 @@ def install_head_biases(model: nn.Module, group: ProcessGroup, layout: Layout) -
 
     What the first layer makes of its own table has a rank's heads already.
     """
+    cut = names_around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
     handed = {
         name: heads
-        for name in names_around(n for n, found in layout.parameters.items() if not found.placement.is_replicate())
+        for name in cut - find_blocks(model).keys()  # they may count heads, too
         if (heads := heads_of(counts_of(module := model.get_submodule(name)))) is not None
         if not BIASES_OF_HEADS.isdisjoint(arguments_of(module))
     }
-    for name in handed.keys() - names_around(handed):  # a block may count heads, too
+    for name in handed.keys() - names_around(handed):
         is_divided = heads_of(layout.attributes.get(name, {})) is not None
         per_rank = handed[name] if is_divided else handed[name] // group.size()
         is_copied_in = outermost(layout.boundaries, name) is not None

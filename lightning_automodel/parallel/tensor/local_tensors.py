@@ -50,6 +50,8 @@ class _LocalTensor:
         partial = self.stream is not None and self.stream.length is not None
         gradient = Partial() if partial else self.gradient
         local = _local(parameter, gradient, self.sum_over)
+        if local.grad_fn is not None and not torch.compiler.is_compiling():
+            local.grad_fn.is_of_rank = not self.gradient.is_replicate()  # type: ignore[attr-defined]
         if self.note is not None and local.requires_grad and not torch.compiler.is_compiling():
             local.register_hook(self.note)
         if self.rows:

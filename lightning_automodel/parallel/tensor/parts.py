@@ -63,9 +63,9 @@ def dim_of_part(value: Tensor) -> int | None:
 
 
 def whole_of(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Join the parts of the ranks, without gradients; return others as they are."""
+    """Join the parts of the ranks, without gradients; others are what they are."""
     dim = dim_of_part(value)
     if dim is None:
-        return value
+        return value.detach()
     with torch.no_grad():
         return gather(value.detach(), dim, value.shape[dim] * group.size(), group)

@@ -29,6 +29,7 @@ from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import name_without_wrappers
+from lightning_automodel.parallel.given_containers import Copied, changed, copies_of, with_originals
 from lightning_automodel.parallel.lone_parts import is_called_alone
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, same_container
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
@@ -194,6 +195,7 @@ class ChildOnStream(SharedByCopies):
         self, stream: Stream, name: str, collectives: ChildCollectives, entering: EnteringBeside | None = None
     ) -> None:
         self.stream, self.name, self.collectives, self.entering = stream, name, collectives, entering
+        self._copied: list[Copied] = []
 
     def install(self, child: nn.Module) -> None:
         """Run these hooks in every forward pass of ``child``."""
@@ -206,15 +208,19 @@ class ChildOnStream(SharedByCopies):
         """Gather every slice among the arguments, and copy in the others where gradients are partial sums."""
         flat = self.stream.runs_flat(args, kwargs, whole=False)
         first = tuple(self._enter(x, flat, str(place)) for place, x in enumerate(args))
-        return first, {name: self._enter(x, flat, name) for name, x in kwargs.items()}
+        others = {name: self._enter(x, flat, name) for name, x in kwargs.items()}
+        if self.entering and not torch.compiler.is_compiling():
+            self._copied = copies_of([*args, *kwargs.values()], [*first, *others.values()])
+        return first, others
 
     def _enter(self, value: Any, flat: bool, place: str) -> Any:
+        return changed(value, lambda x, at: self._enter_tensor(x, flat, at), place)
+
+    def _enter_tensor(self, value: Tensor, flat: bool, place: str) -> Tensor:
         if flat and self.stream.is_flat_slice(value):
             return self._gather(self.stream.unflatten(value, whole=False)).flatten(0, 1)
         if self.stream.is_slice(value):
             return self._gather(value)
-        if type(value) in (tuple, list):
-            return same_container(value, [self._enter(x, flat, f"{place}.{i}") for i, x in enumerate(value)])
         if not self.collectives.sums_gradients or not is_float(value):
             return value
         return self.entering.copy(value, place) if self.entering else copy_in(value, self.stream.group)
@@ -226,6 +232,10 @@ class ChildOnStream(SharedByCopies):
 
     def leave(self, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Cut the output; of several, the first is the stream, and the others are cut where they are like it."""
+        if not torch.compiler.is_compiling():
+            output = with_originals(output, self._copied)
+            for container in self._copied:
+                container.give_back()
         if not isinstance(output, tuple | list):
             return self._leave(output)
         flat = self.stream.runs_flat(args, kwargs, whole=True)

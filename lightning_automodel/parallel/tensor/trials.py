@@ -30,7 +30,7 @@ from lightning_automodel._compat.torch.pytree import tree_map
 from lightning_automodel._compat.torch.tensors import TorchDispatchMode, version_of, without_modes
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.modules.caches import caches_by_name, without_cache
-from lightning_automodel.parallel.given_containers import copied
+from lightning_automodel.parallel.given_containers import changed, copied
 from lightning_automodel.parallel.tensor.beside import beside, note_beside
 from lightning_automodel.parallel.tensor.parts import Beside, cut_dim, whole_of
 from lightning_automodel.parallel.tensor.trial_weights import (
@@ -132,8 +132,10 @@ def _is_right(
     device_type = first[0].device.type
     with without_modes(), torch.no_grad(), torch.autocast(device_type, enabled=False), leaving_no_trace(module):
         args, kwargs = caches_by_name(module, args, kwargs)
-        parts = args, without_cache(kwargs)
-        whole = tree_map(lambda x: whole_of(x, tp_mesh.get_group()) if isinstance(x, Tensor) else x, parts)
+        entered = args, without_cache(kwargs)
+        whole = changed(entered, lambda x, _: whole_of(x, tp_mesh.get_group()))
+        # What entered the real pass comes from other layers, which a trial must not tell where it goes.
+        parts = changed(entered, lambda x, _: x.detach())
         given = _Given(in_float32(whole), in_float32(parts), first[0].device)
         _tried.append(module)
         try:
