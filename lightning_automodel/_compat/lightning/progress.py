@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -57,19 +58,44 @@ def has_begun_pass(trainer: Trainer) -> bool:
     return epoch.processed < epoch.ready and not is_behind_last_batch
 
 
+def go_on_in_epoch(trainer: Trainer) -> None:
+    """Tells a trainer whose checkpoint was saved by a run that ended within an epoch, or behind it, that it goes on.
+
+    Lightning ends an epoch where ``max_steps``, a callback or a timer ends the run, and saves there, too. Who resumed
+    would train its rest under the number of the next one, whose own samples never come, or leave the rest out.
+    """
+    loop, batch = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    epoch: Any = loop.epoch_progress.current
+    total: Any = loop.epoch_progress.total
+    is_open = len({getattr(batch.current, field) for field in _COUNTS}) == 1 and not batch.is_last_batch
+    if not is_open or batch.current.ready == 0 or not epoch.ready == epoch.started == epoch.processed:
+        return
+    for counts in (epoch, total):
+        counts.processed -= 1
+        counts.completed = counts.processed
+    loop.restarting = True  # asks whether an epoch has begun and not ended
+
+
 def end_epoch(trainer: Trainer) -> None:
     """Tells a trainer whose checkpoint was saved behind the last batch of an epoch that the epoch has ended.
 
     Lightning compares the batches that are through with those of an epoch of this run: with more of them (fewer data
     ranks, smaller batches) it would begin the next epoch in its middle. Where the next one was about to begin
-    (``on_train_epoch_start``) it would take it for through, and train none of it.
+    (``on_train_epoch_start``) it would take it for through, and train none of it. Behind the epoch
+    (``on_train_epoch_end``, or when the run was over) a run that counts steps would train one batch more of it.
     """
-    loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    loop = trainer.fit_loop.epoch_loop
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    total: Any = trainer.fit_loop.epoch_progress.total
     progress = loop.batch_progress
-    if epoch.started < epoch.ready:  # type: ignore[attr-defined]
+    if epoch.started < epoch.ready:
         for counts in (progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
             counts.reset_on_run()
         loop.val_loop.batch_progress.total.reset()
+    elif epoch.processed == epoch.ready > 0:
+        epoch.completed, total.completed = epoch.processed, total.processed
+        # The own setter of the loop takes every run that counts steps for one within an epoch.
+        _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
     elif progress.is_last_batch:
         _at_reset(trainer, lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
 

@@ -33,6 +33,7 @@ from lightning_automodel._compat.lightning.progress import (
     begin_batch_anew,
     cycles,
     end_epoch,
+    go_on_in_epoch,
     has_begun_pass,
     is_stateful,
     position_in_epoch,
@@ -143,6 +144,7 @@ class SeenSamples:
         """
         before = [found and Batches(**found) for found in self._saved.get("loaders", [])]
         begin_batch_anew(trainer)
+        go_on_in_epoch(trainer)
         position = position_in_epoch(trainer)
         loaders, limits = combined.flattened, combined.limits or []
         for loader in loaders:
