@@ -44,7 +44,7 @@ from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.plans.validation import validate_tp
 from lightning_automodel.testing.pool import Pool
 from tests.plans.support import BOUND, SCHEDULE
-from tests.support.comparison import compare
+from tests.support.comparison import Batch, Schedule, batches, compare
 
 T5: dict[str, Any] = {
     **{"vocab_size": 128, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4},
@@ -174,6 +174,26 @@ def test_exact_with(fields: dict[str, Any], pool2: Pool) -> None:
 def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
     """With a head for each rank, a share of the biases looks like one for all heads."""
     assert pool4.run(errors, sizes, [*ONE_OF_EACH, "lora"], {}, timeout=200) == [{}] * 4
+
+
+def with_masks(schedule: Schedule, step: int, rank: int) -> list[Batch]:
+    """Text with numbers that are added to the scores of each head."""
+    found = []
+    for i, batch in enumerate(batches(schedule, step, rank)):
+        draw, shape = torch.Generator().manual_seed(10 * step + i), (schedule.rows, 4, *[schedule.length] * 2)
+        mask = torch.randn(shape, generator=draw)
+        causal = mask.masked_fill(torch.ones(shape[2:]).triu(1).bool(), torch.finfo(mask.dtype).min)
+        found.append({**batch, "attention_mask": mask, "decoder_attention_mask": causal})
+    return found
+
+
+def error_with_masks() -> float:
+    """Runs on each rank."""
+    return compare(t5, {"tp": 2}, 2, SCHEDULE, draw=with_masks).largest[0]
+
+
+def test_masks_for_each_head(pool2: Pool) -> None:
+    assert max(pool2.run(error_with_masks)) < BOUND
 
 
 def written(names: list[str]) -> dict[str, bool]:
