@@ -13,6 +13,7 @@ Names alone are no proof. The shapes must fit each other, and the first forward 
 with drawn weights, whole and in parts: one that computes across its features ends there, with its name.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -110,10 +111,13 @@ def conventional_plan(model: nn.Module) -> dict[str, str]:
     rules: dict[str, str] = {}
     if not isinstance(model, PreTrainedModel):
         return rules
+    places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, block in find_blocks(model).items():
         width = getattr(nearest_config(model, name), "hidden_size", None)
         for inner, holder in block.named_modules():
             for found in _found_in(holder, width):
+                if any(places[id(table.weight)] > 1 for table in found.tables_of_heads().values()):
+                    continue  # another module looks all heads up in it (UDOP)
                 prefix = ".".join(part for part in (name, inner) if part)
                 styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
                 rules |= {} if rules.keys() & styles.keys() else styles
@@ -193,10 +197,10 @@ class _Found:
         """Collect the style of each layer, and of the holder (the empty name) where that adds the stream."""
         adds = {"": "separate"} if self._adds_the_stream() else {}
         prefix = self.pair.columns[0].rpartition(".")[0]
-        tables = {f"{prefix}.{name}" if prefix else name: "embedding_of_heads" for name in self._tables_of_heads()}
+        tables = {f"{prefix}.{name}" if prefix else name: "embedding_of_heads" for name in self.tables_of_heads()}
         return {**adds, **tables, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
 
-    def _tables_of_heads(self) -> dict[str, nn.Embedding]:
+    def tables_of_heads(self) -> dict[str, nn.Embedding]:
         """Find the tables with a number for each head, such as T5's biases of relative positions."""
         heads = heads_of(counts_of(self.reader)) if self.pair.is_attention else None
         tables = {name: child for name, child in own_children(self.reader).items() if isinstance(child, nn.Embedding)}
@@ -213,7 +217,7 @@ class _Found:
 
         A norm that all heads share is none of these; a list of norms, one for each head, is.
         """
-        split = (*self.columns, self.row, *self._tables_of_heads().values())
+        split = (*self.columns, self.row, *self.tables_of_heads().values())
         others = [child for child in self.reader.children() if child not in split]
         if any(isinstance(module, _OF_CHANNELS_OR_HEADS) for child in others for module in child.modules()):
             return True

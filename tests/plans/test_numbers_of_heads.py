@@ -45,6 +45,7 @@ from lightning_automodel.plans.validation import validate_tp
 from lightning_automodel.testing.pool import Pool
 from tests.plans.support import BOUND, SCHEDULE
 from tests.support.comparison import Batch, Schedule, batches, compare
+from tests.support.families import tiny_model
 
 T5: dict[str, Any] = {
     **{"vocab_size": 128, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4},
@@ -231,6 +232,13 @@ def test_features_of_positions_are_not_numbers_of_heads() -> None:
         rules = known_rules(SpeechT5ForTextToSpeech(config))
     assert rules
     assert not [rule for rule in rules if "attn" in rule or "attention" in rule]
+
+
+def test_a_table_that_others_read_stays_whole() -> None:
+    """Biases of UDOP's encoder are looked up by attention of its first layer, and by the model."""
+    rules = known_rules(tiny_model("udop"))
+    assert "encoder.block.1.layer.0.SelfAttention.q" in rules
+    assert not [rule for rule in rules if rule.startswith(("encoder.block.0.layer.0", "encoder.block.*.layer.0"))]
 
 
 def test_heads_that_tp_does_not_divide_are_told() -> None:
