@@ -167,8 +167,7 @@ class SeenSamples:
                 rest = _find_rest(loader, old, new, position.batches, surplus, rank, uses_distributed_sampler(trainer))
                 rests.update({i: _counted(*rest, new, position.batches, limits[i])} if rest is not None else {})
                 if rest is not None and counts_batches(loader):
-                    for one in (loader, rest[0]):
-                        one.load_state_dict({"batches": 0})  # what it counted is not there any more
+                    _count_anew(loader, rest[0])
         longest = max(rests, key=lambda i: limits[i], default=None)
         through = position.batches if longest is None else rests[longest].through
         self._surplus = {position.epoch: [_surplus(rests.get(i), through) for i in range(len(loaders))]}
@@ -178,6 +177,12 @@ class SeenSamples:
             resumed(loader, rests[i].loader, rests[i].through) if i in rests else loader
             for i, loader in enumerate(loaders)
         ]
+
+
+def _count_anew(*loaders: Any) -> None:
+    """Let loaders that count their batches begin at none: what they counted is not there any more."""
+    for loader in loaders:
+        loader.load_state_dict({"batches": 0})
 
 
 def warn_of_loaders_ahead(combined: CombinedLoader | None) -> None:
