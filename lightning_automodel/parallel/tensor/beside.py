@@ -35,10 +35,11 @@ from lightning_automodel.plans.styles import Leave
 _FOUND = "_what_a_rank_has_beside_its_sum"
 _REFUSED = "_RefusedBackward"
 _ENTERED = ("_CopyInBackward", "_GatherInBackward")
+_JOINED = "_GatherBackward"
 _WHOLE_AGAIN = (
+    _JOINED,
     "_ReduceOutBackward",
     "_ScatterOutBackward",
-    "_GatherBackward",
     "_SplitBackward",
     "_ScaleGradientBackward",
 )
@@ -109,7 +110,7 @@ class _Leaving(SharedByCopies):
         return same_container(output, (output[0], *others))
 
     def _leave(self, value: Tensor, found: Beside, is_held: bool) -> Tensor:
-        if is_held:  # those that the module has written there are refused
+        if is_held or _is_joined(value):  # those that the module has written there are refused
             return value
         if found.is_whole:
             return scale_gradient(value, 1 / self.group.size()) if value.requires_grad else value
@@ -117,6 +118,19 @@ class _Leaving(SharedByCopies):
             return value
         left = refused(value, self.message) if value.requires_grad else value
         return left if found.dim is None else mark_part(left, found.dim)
+
+
+def _is_joined(value: Tensor) -> bool:
+    """Tell whether ``value`` was joined of the parts of all ranks, as attention maps are: each has its own gradient."""
+    return value.grad_fn is not None and value.grad_fn.name() == _JOINED
+
+
+def let_pass(value: Tensor) -> Tensor:
+    """Let the gradient of a rank's part pass, which goes on to be joined with those of the others."""
+    node: Any = value.grad_fn
+    if node is not None and node.name() == _REFUSED:
+        node.passes = True
+    return value
 
 
 class _Writing(SharedByCopies):

@@ -12,7 +12,7 @@ from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
 from lightning_automodel.modules.structure import class_names, names_around, nearest_config, outermost
-from lightning_automodel.parallel.tensor.beside import same_container
+from lightning_automodel.parallel.tensor.beside import let_pass, same_container
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 
@@ -49,7 +49,7 @@ def _heads_if_recorded(x: Tensor, key: str, group: ProcessGroup) -> Tensor:
 
 def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     """Join maps [..., heads / tp, queries, keys] of the ranks."""
-    return gather(x, x.ndim - 3, x.shape[-3] * group.size(), group)
+    return gather(let_pass(x), x.ndim - 3, x.shape[-3] * group.size(), group)
 
 
 def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, str, int]]:
