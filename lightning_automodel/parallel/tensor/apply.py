@@ -43,9 +43,9 @@ from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.given_containers import giving_back
 from lightning_automodel.parallel.guards.hooks_of_users import WHOLE, warn_of_parts
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_beside, same_container
-from lightning_automodel.parallel.tensor.head_masks import install_head_biases, install_head_masks
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.norms import install_norm, install_row_norm
+from lightning_automodel.parallel.tensor.numbers_of_heads import install_head_biases, install_head_masks
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
