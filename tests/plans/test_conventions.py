@@ -55,6 +55,7 @@ def test_the_names_of_opt_tell_the_documented_plan() -> None:
     [
         ("bert", {"self.query": "colwise", "output.dense": "rowwise", "intermediate.dense": "colwise"}, ""),
         ("bloom", {"self_attention.query_key_value": "interleaved_colwise", "mlp.dense_h_to_4h": "colwise"}, ""),
+        ("lfm2", {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}, "conv"),
         ("mpt", {"attn.Wqkv": "packed_qkv_colwise", "attn.out_proj": "rowwise"}, ""),
         ("persimmon", {"self_attn.query_key_value": "interleaved_colwise"}, ""),
         ("moshi", {"mlp.fc1": "packed_colwise", "mlp.fc2": "rowwise"}, ""),

@@ -1,7 +1,6 @@
 """Router logits and attention maps that transformers records inside of split layers: whole values on every rank."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,13 +37,14 @@ def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layou
         if outermost(layout.boundaries, name) is not None:
             _Recorded(index, lambda x: scale_gradient(x, 1 / group.size())).install(module)
     for module, key, index in _split_attentions(model, layout):
-        _Recorded(index, partial(_heads_if_recorded, key=key, group=group)).install(module)
+        _Recorded(index, _joining_if_recorded(key, group)).install(module)
     for module, heads in _returning_attentions(model, layout):
         module.register_forward_hook(_Returned(heads, group).gather, with_kwargs=True)
 
 
-def _heads_if_recorded(x: Tensor, key: str, group: ProcessGroup) -> Tensor:
-    return _all_heads(x, group) if key in recordings_of_call() else x
+def _joining_if_recorded(key: str, group: ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Make a function, which copies of a module share, unlike objects: they would copy the group."""
+    return lambda x: _all_heads(x, group) if key in recordings_of_call() else x
 
 
 def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
