@@ -89,13 +89,14 @@ class _Handed:
         if is_whole_now():
             return forward(*args, **kwargs)
         given = named_arguments(module, args, kwargs)
-        cut = {name: self._cut(name, given[name], given) for name in (*_MASKS, *BIASES_OF_HEADS) if name in given}
+        rows = next((x.shape[0] for x in given.values() if isinstance(x, Tensor)), 0)
+        cut = {name: self._cut(name, given[name], rows) for name in (*_MASKS, *BIASES_OF_HEADS) if name in given}
         return forward(**{**given, **cut})
 
-    def _cut(self, name: str, value: Any, given: dict[str, Any]) -> Any:
+    def _cut(self, name: str, value: Any, rows: int) -> Any:
         if not isinstance(value, Tensor) or value.ndim < (4 if name in _MASKS else 3):
             return value
-        heads, rows = self.heads * self.group.size(), next(iter(given.values())).shape[0]
+        heads = self.heads * self.group.size()
         if value.shape[-3] == heads:
             return self._own(value, value.ndim - 3)
         if value.ndim == 3 and value.shape[0] == rows * heads:
