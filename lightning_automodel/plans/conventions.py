@@ -13,7 +13,7 @@ Names alone are no proof. The shapes must fit each other, and the first forward 
 with drawn weights, whole and in parts: one that computes across its features ends there, with its name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -88,6 +88,7 @@ PAIRS = (
 )
 """In transformers' models. Of two that share a layer the earlier one counts."""
 
+_TABLE = "embedding_of_heads"
 _OF_CHANNELS_OR_HEADS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ModuleList)
 """What computes with each feature as a channel, or with each head by a module of its own."""
 
@@ -107,17 +108,25 @@ def conventional_plan(model: nn.Module) -> dict[str, str]:
     Returns:
         name of a module to style, without wildcards; empty where no block has a pair, and for other libraries' models.
     """
-    rules: dict[str, str] = {}
     if not isinstance(model, PreTrainedModel):
-        return rules
+        return {}
+    pairs: dict[str, dict[str, str]] = {}
     for name, block in find_blocks(model).items():
         width = getattr(nearest_config(model, name), "hidden_size", None)
         for inner, holder in block.named_modules():
             for found in _found_in(holder, width):
                 prefix = ".".join(part for part in (name, inner) if part)
                 styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
-                rules |= {} if rules.keys() & styles.keys() else styles
+                pairs |= {} if pairs.keys() & styles.keys() else dict.fromkeys(styles, styles)
+    rules = {name: styles[name] for name, styles in pairs.items() if not _reads_a_shared_table(model, styles, pairs)}
     return {**_ends(model), **rules} if rules else {}
+
+
+def _reads_a_shared_table(model: nn.Module, styles: Mapping[str, str], others: Collection[str]) -> bool:
+    """Tell whether a pair has a table of heads that a module beside all pairs reads, too, which needs all heads."""
+    tables = {id(model.get_parameter(f"{name}.weight")) for name, style in styles.items() if style == _TABLE}
+    held = model.named_parameters(remove_duplicate=False) if tables else ()
+    return any(id(p) in tables and name.rpartition(".")[0] not in others for name, p in held)
 
 
 def _ends(model: nn.Module) -> dict[str, str]:
@@ -193,7 +202,7 @@ class _Found:
         """Collect the style of each layer, and of the holder (the empty name) where that adds the stream."""
         adds = {"": "separate"} if self._adds_the_stream() else {}
         prefix = self.pair.columns[0].rpartition(".")[0]
-        tables = {f"{prefix}.{name}" if prefix else name: "embedding_of_heads" for name in self._tables_of_heads()}
+        tables = {f"{prefix}.{name}" if prefix else name: _TABLE for name in self._tables_of_heads()}
         return {**adds, **tables, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
 
     def _tables_of_heads(self) -> dict[str, nn.Embedding]:

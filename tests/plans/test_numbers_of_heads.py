@@ -32,6 +32,9 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
+    T5ForTokenClassification,
+    UdopConfig,
+    UdopForConditionalGeneration,
     UMT5Config,
     UMT5ForConditionalGeneration,
 )
@@ -106,6 +109,29 @@ def pix2struct() -> nn.Module:
     return drawn(Pix2StructTextModel, Pix2StructTextConfig(**sizes, **others, num_layers=2, num_heads=4))
 
 
+class Boxed(UdopForConditionalGeneration):
+    """Reads text of which every token has the same box."""
+
+    def forward(self, input_ids: Any, **others: Any) -> Any:
+        bbox = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(*input_ids.shape, 4)
+        return super().forward(input_ids=input_ids, bbox=bbox, **others)
+
+
+def udop() -> nn.Module:
+    """The stack makes biases of all heads, of a table that the first attention has, too."""
+    buckets: dict[str, Any] = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+    return t5(Boxed, UdopConfig, **buckets, num_decoder_layers=2, image_size=32, patch_size=8)
+
+
+class Masked(T5ForTokenClassification):
+    """Attends by a mask of its own for each head."""
+
+    def forward(self, input_ids: Any, **others: Any) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        mask = torch.randn(4, input_ids.shape[1], input_ids.shape[1], generator=draw).expand(len(input_ids), -1, -1, -1)
+        return super().forward(input_ids=input_ids, attention_mask=mask, **others)
+
+
 def lora(**fields: Any) -> nn.Module:
     """In float64: low rank cancels in float32."""
     torch.manual_seed(0)
@@ -131,6 +157,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "longt5, local": partial(longt5, "local"),
     "longt5, transient global": partial(longt5, "transient-global"),
     "switch": switch,
+    "udop": udop,
+    "masks of heads": partial(t5, Masked, num_labels=128),
     "mpnet": mpnet,
     "bloom": bloom,
     "falcon with alibi": partial(falcon, alibi=True),
@@ -140,7 +168,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lora": lora,
     "lora that drops": partial(lora, dropout_rate=0.2),
 }
-ONE_OF_EACH = ("t5 that drops", "longt5, transient global", "mpnet", "bloom", "mpt")
+ONE_OF_EACH = ("t5 that drops", "longt5, transient global", "mpnet", "bloom", "mpt", "udop", "masks of heads")
 
 
 def errors(sizes: dict[str, int], names: list[str], fields: dict[str, Any]) -> dict[str, Any]:

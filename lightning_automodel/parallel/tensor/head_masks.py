@@ -24,6 +24,8 @@ from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
 
 _MASK = "attention_mask"
+_MASKS = (_MASK, "mask")
+"""Arguments of attention modules; T5's lineage calls it by the second name."""
 
 
 def install_head_masks(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
@@ -87,11 +89,11 @@ class _Handed:
         if is_whole_now():
             return forward(*args, **kwargs)
         given = named_arguments(module, args, kwargs)
-        cut = {name: self._cut(name, given[name], given) for name in (_MASK, *BIASES_OF_HEADS) if name in given}
+        cut = {name: self._cut(name, given[name], given) for name in (*_MASKS, *BIASES_OF_HEADS) if name in given}
         return forward(**{**given, **cut})
 
     def _cut(self, name: str, value: Any, given: dict[str, Any]) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < (4 if name == _MASK else 3):
+        if not isinstance(value, Tensor) or value.ndim < (4 if name in _MASKS else 3):
             return value
         heads, rows = self.heads * self.group.size(), next(iter(given.values())).shape[0]
         if value.shape[-3] == heads:
