@@ -128,9 +128,7 @@ def copied(value: Any, depth: int = _DEPTH + 1, change: Callable[[Tensor], Tenso
     values = {key: copied(item, depth - 1, change) for key, item in items.items()}
     if isinstance(value, tuple):
         return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
-    again = copy(value)
-    _write(again, values, list(values), set())
-    return again
+    return _like(value, values)
 
 
 def changed(
@@ -149,9 +147,7 @@ def changed(
         return value
     if isinstance(value, tuple):
         return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
-    again = copy(value)
-    _write(again, values, list(values), set())
-    return again
+    return _like(value, values)
 
 
 def tensors_within(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
@@ -179,7 +175,9 @@ def _pairs(given: Any, arrived: Any, depth: int) -> Iterator[tuple[Any, Any]]:
 def _items(value: Any) -> dict[Any, Any] | None:
     """List what a container holds now, by key, index, field or attribute."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+        return {field.name: getattr(value, field.name, None) for field in fields(value)} | getattr(
+            value, "__dict__", {}
+        )
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple):
@@ -222,6 +220,15 @@ class Copied:
     def _changed(self, known: Container[int], value: Tensor, place: str) -> Tensor:
         assert self._change is not None
         return self._change(value, place) if value.requires_grad and id(value) not in known else value
+
+
+def _like(container: Any, values: dict[Any, Any]) -> Any:
+    """Copy a container with other values in it."""
+    if type(container) in (list, dict):  # graphs have no ``copy`` of these
+        return list(values.values()) if isinstance(container, list) else values
+    again = copy(container)
+    _write(again, values, list(values), set())
+    return again
 
 
 def _write(container: Any, values: dict[Any, Any], changed: Sequence[Any], removed: set[Any]) -> None:

@@ -247,7 +247,7 @@ LEVERS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 def test_what_layers_hand_each_other_and_losses_read_is_exact(pool2: Pool) -> None:
-    for found in pool2.run(errors, {"tp": 2}, 2, LEVERS):
+    for found in pool2.run(errors, {"tp": 2}, 2, LEVERS, timeout=180):
         assert [error for error in found if error[0] > BOUND] == []
 
 

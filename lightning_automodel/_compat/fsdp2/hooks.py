@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-HANDS_ON = f"{RegisterPostBackwardFunction.__name__}Backward"
-"""Name of the node of a graph through which all goes that enters a module."""
+HANDS_ON = frozenset({f"{RegisterPostBackwardFunction.__name__}Backward", "RegisterFSDPBackwardFunctionBackward"})
+"""Names of the nodes of a graph through which all goes that enters a module, of FSDP2 and of Megatron-FSDP."""
 
 
 class HooksOnSums:
@@ -70,7 +70,7 @@ class HooksOnSums:
 def edges_behind(node: Any, output: int) -> list[tuple[Any, int]]:
     """List where the ``output`` of a node of an autograd graph comes from, as node and output.
 
-    FSDP2 hands on all that enters a module by one node, in order.
+    FSDP2 and Megatron-FSDP hand on all that enters a module by one node, in order.
     """
     edges = [(before, number) for before, number in node.next_functions]
-    return edges[output : output + 1] if node.name() == HANDS_ON else edges
+    return edges[output : output + 1] if node.name() in HANDS_ON else edges

@@ -18,6 +18,7 @@ from lightning_automodel._compat.torch.modules import own_parameters
 from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, outermost
 from lightning_automodel.parallel.tensor.local_tensors import rows_of_rank, take_rows
+from lightning_automodel.parallel.tensor.origins import messages_of_parameters, note_part
 from lightning_automodel.plans import Layout, ParameterLayout
 from lightning_automodel.plans.layout import Rows
 
@@ -47,15 +48,18 @@ def slice_of(parameter: Tensor) -> Slice | None:
 def make_plain(model: nn.Module, layout: Layout, tp_mesh: DeviceMesh) -> None:
     """Replaces DTensors by this rank's slices, in place, after ``apply_tensor_parallel``; ties stay."""
     replaced: dict[Tensor, nn.Parameter] = {}
-    blocks = list(find_blocks(model))
+    blocks, messages = list(find_blocks(model)), messages_of_parameters(model, layout, tp_mesh.size())
     swaps: dict[str, ParameterSwap] = {}
     for module_name, module in model.named_modules():
         for name, parameter in list(own_parameters(module).items()):
             if not isinstance(parameter, DTensor):
                 continue
-            found = layout.parameters[f"{module_name}.{name}" if module_name else name]
+            full = f"{module_name}.{name}".removeprefix(".")
+            found = layout.parameters[full]
             if parameter not in replaced:
                 replaced[parameter] = _plain(parameter, found)
+                if not found.gradient.is_replicate():
+                    note_part(replaced[parameter], messages.get(full))
             own_parameters(module)[name] = replaced[parameter]
             if part := _part(found, parameter.shape[0], tp_mesh):
                 swaps.setdefault(outermost(blocks, module_name) or "", ParameterSwap()).add(module, name, part)

@@ -46,6 +46,7 @@ from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_b
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.norms import install_norm, install_row_norm
 from lightning_automodel.parallel.tensor.numbers_of_heads import install_head_biases, install_head_masks
+from lightning_automodel.parallel.tensor.origins import message_within, note_entered
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
@@ -145,6 +146,7 @@ def _distribute(parameter: nn.Parameter, tp_mesh: DeviceMesh, placement: Placeme
 
 def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
     """Puts the collectives of ``layout.modules`` around the modules that it names."""
+    blocks = list(find_blocks(model))
     for name, module_layout in layout.modules.items():
         module = model.get_submodule(name)
         if module_layout.enter is Enter.EMBED:
@@ -156,7 +158,9 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
         if module_layout.enter is Enter.ROW_NORM:
             install_row_norm(module, group)
             continue
-        if enter := _enter_function(module_layout.enter, group):
+        in_block = module_layout.leave is Leave.NONE and outermost(blocks, name) is not None
+        why = message_within(name, module, group.size()) if in_block else None
+        if enter := _enter_function(module_layout.enter, group, why):
             module.register_forward_pre_hook(_Around(enter, every=False).enter, with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):
             all_outputs = module_layout.leave in (Leave.REDUCE_ALL, Leave.SPLIT_ROTARY)
@@ -176,21 +180,23 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
         given = [*args, *kwargs.values()]
         if not is_tried_now(module):
             args, kwargs = copies.enter(module, args, kwargs)
-        if isinstance(copies, _Around) or torch.compiler.is_compiling():
+        if isinstance(copies, _Around):
             return forward(*args, **kwargs)
         return giving_back(given, [*args, *kwargs.values()], lambda: forward(*args, **kwargs))[0]
 
     of_all = _Around(partial(copy_in, group=group), every=True)
     for name, module_layout in layout.modules.items():
         if module_layout.enter is Enter.COPY_ALL:
-            copies = EnteringBeside(group) if layout.terms else of_all
-            wrap_forward(model.get_submodule(name), partial(around, copies))
+            module = model.get_submodule(name)
+            why = message_within(name, module, group.size()) if name in layout.terms else None
+            copies = EnteringBeside(group, why) if layout.terms else of_all
+            wrap_forward(module, partial(around, copies))
 
 
-def _enter_function(enter: Enter, group: ProcessGroup) -> Transform | None:
+def _enter_function(enter: Enter, group: ProcessGroup, why: str | None) -> Transform | None:
     match enter:
         case Enter.COPY:
-            return lambda x: copy_in(x, group)
+            return lambda x: note_entered(copy_in(x, group), why)
         case Enter.SPLIT:
             return lambda x: split(x, -1, group)
         case Enter.DIVIDE:

@@ -12,18 +12,18 @@ another split layer has gradients of a rank's own, and enters as it is. Whether 
 tells (``trials.py``): slices are for other split layers alone, and a loss of them is an error.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_automodel._compat.fsdp2.hooks import edges_behind
 from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient
 from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.parallel.given_containers import changed, copies_of, giving_back, tensors_within
+from lightning_automodel.parallel.tensor.origins import is_joined, note_entered, refused_if_slice, was_computed_within
 from lightning_automodel.parallel.tensor.parts import Beside, mark_part
 from lightning_automodel.parallel.tensor.stream import is_float
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
@@ -33,19 +33,6 @@ from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Leave
 
 _FOUND = "_what_a_rank_has_beside_its_sum"
-_REFUSED = "_RefusedBackward"
-_ENTERED = ("_CopyInBackward", "_GatherInBackward")
-_JOINED = "_GatherBackward"
-_WHOLE_AGAIN = (
-    _JOINED,
-    "_ReduceOutBackward",
-    "_ScatterOutBackward",
-    "_SplitBackward",
-    "_ScaleGradientBackward",
-)
-_LOCAL = "_LocalBackward"
-_COMPILED = "CompiledFunctionBackward"
-_OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
 
 
 def beside(output: Any) -> list[Tensor]:
@@ -67,7 +54,7 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
             wrap_forward(module, _Writing(_message_of_written(name, module, group.size())))
     for name in layout.holders:
         model.get_submodule(name).register_forward_hook(_mark_parts)
-    if layout.terms:
+    if layout.terms or layout.holders:
         model.register_forward_hook(_refuse_slices)
 
 
@@ -79,17 +66,12 @@ def _mark_parts(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _refuse_slices(model: nn.Module, args: tuple, output: Any) -> Any:
-    """Let gradients of what ``model`` gives be an error where it reads what split layers hand to each other."""
-    if torch.compiler.is_compiling() or is_in_backward() or is_whole_now():
+    """Let gradients of what ``model`` gives be an error where it reads what split layers hand to each other, or what
+    they compute: a forward hook.
+    """
+    if torch.compiler.is_compiling() or is_in_backward() or is_whole_now() or not torch.is_grad_enabled():
         return None
-    return changed(output, lambda x, _: _refused_if_slice(x))
-
-
-def _refused_if_slice(value: Tensor) -> Tensor:
-    nodes = list(_nodes_within(value))
-    if not _OF_BLOCKS.isdisjoint(node.name() for node in nodes):  # the passes before a graph is compiled told
-        return value
-    return next((refused(value, node.message) for node in nodes if node.name() == _REFUSED), value)
+    return changed(output, lambda x, _: refused_if_slice(x))
 
 
 class _Leaving(SharedByCopies):
@@ -110,7 +92,7 @@ class _Leaving(SharedByCopies):
         return same_container(output, (output[0], *others))
 
     def _leave(self, value: Tensor, found: Beside, is_held: bool) -> Tensor:
-        if is_held or _is_joined(value):  # those that the module has written there are refused
+        if is_held or is_joined(value):  # those that the module has written there are refused
             return value
         if found.is_whole:
             return scale_gradient(value, 1 / self.group.size()) if value.requires_grad else value
@@ -118,19 +100,6 @@ class _Leaving(SharedByCopies):
             return value
         left = refused(value, self.message) if value.requires_grad else value
         return left if found.dim is None else mark_part(left, found.dim)
-
-
-def _is_joined(value: Tensor) -> bool:
-    """Tell whether ``value`` was joined of the parts of all ranks, as attention maps are: each has its own gradient."""
-    return value.grad_fn is not None and value.grad_fn.name() == _JOINED
-
-
-def let_pass(value: Tensor) -> Tensor:
-    """Let the gradient of a rank's part pass, which goes on to be joined with those of the others."""
-    node: Any = value.grad_fn
-    if node is not None and node.name() == _REFUSED:
-        node.passes = True
-    return value
 
 
 class _Writing(SharedByCopies):
@@ -147,10 +116,15 @@ class _Writing(SharedByCopies):
 
 
 class EnteringBeside:
-    """Copies in what enters one split layer, but for what was computed within another."""
+    """Copies in what enters one split layer, but for what was computed within another.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    Args:
+        group: over tp.
+        message: of the error where a loss reads what comes of it in the layer, and does not leave it.
+    """
+
+    def __init__(self, group: ProcessGroup, message: str | None) -> None:
+        self.group, self.message = group, message
         self._within: dict[str, bool] = {}
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -168,10 +142,14 @@ class EnteringBeside:
         if not value.requires_grad:
             return value
         if not torch.compiler.is_compiling() and not is_in_backward():
-            found = _was_computed_within(value)
+            found = was_computed_within(value)
             if found is not None:
                 self._within[place] = found
-        return value if self._within.get(place, False) else copy_in(value, self.group)
+        return value if self._within.get(place, False) else self.note(copy_in(value, self.group))
+
+    def note(self, value: Tensor) -> Tensor:
+        """Note that ``value`` has entered the layer by a collective."""
+        return note_entered(value, self.message)
 
 
 def same_container(value: tuple | list, changed: Iterable[Any]) -> Any:
@@ -187,36 +165,6 @@ def same_container(value: tuple | list, changed: Iterable[Any]) -> Any:
 def _held_by_containers(given: list[Any]) -> set[int]:
     """Note the tensors in what a module can write into."""
     return {id(x) for container in copies_of(given, given) for x in tensors_within(container.given)}
-
-
-def _was_computed_within(value: Tensor) -> bool | None:
-    """Tell whether ``value`` comes from within a split layer, and let the gradient of what left it pass.
-
-    Returns:
-        nothing if it comes from a compiled block, of which the graph does not tell.
-    """
-    names, of_rank = set(), False
-    for node in _nodes_within(value):
-        names.add(node.name())
-        of_rank |= node.name() == _LOCAL and node.is_of_rank
-        if node.name() == _REFUSED:
-            node.passes = True
-    return None if _COMPILED in names else of_rank or not names.isdisjoint((*_ENTERED, _REFUSED))
-
-
-def _nodes_within(value: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of ``value``, back to where values entered a split layer, or left one whole."""
-    left = [(value.grad_fn, value.output_nr)]
-    seen = set(left)
-    while left:
-        node, output = left.pop()
-        if node is None or node.name() in _WHOLE_AGAIN:
-            continue
-        yield node
-        if node.name() not in _ENTERED:
-            new = [edge for edge in edges_behind(node, output) if edge not in seen]
-            seen.update(new)
-            left += new
 
 
 def _message(name: str, module: nn.Module, tp: int) -> str:

@@ -30,6 +30,12 @@ class Cut:
             return whole.narrow(self.dim, self.start, self.length)
         return whole.unflatten(0, (-1, self.whole)).narrow(1, self.start, self.length).flatten(0, 1)
 
+    def joined(self, local: Tensor, group: ProcessGroup) -> Tensor:
+        """Join the slices of all ranks."""
+        if not self.in_rows:
+            return gather(local, self.dim, self.whole, group)
+        return gather(local.unflatten(0, (-1, self.length)), 1, self.whole, group).flatten(0, 1)
+
     def undo(self, local: torch.Size) -> list[int]:
         """Compute the shape on one process."""
         size = local[0] // self.length * self.whole if self.in_rows else self.whole
@@ -45,10 +51,18 @@ class Cut:
 WHOLE, UNKNOWN = "whole", "unknown"
 
 
-def find_cut(whole: torch.Size, local: torch.Size, rows: int, group: ProcessGroup, tokens: int | None) -> "Cut | str":
+def find_cut(
+    whole: torch.Size,
+    local: torch.Size,
+    rows: int,
+    group: ProcessGroup,
+    tokens: int | None,
+    per_row: bool | None = None,
+) -> "Cut | str":
     """Find how ``local`` is cut out of ``whole``, which is equal for all ``rows`` of a batch.
 
-    One number for each feature is no row of the batch, but ``tokens`` of each row may be.
+    Whether its first dimension has parts for each row, ``per_row`` says. Where that is not known, one number for each
+    feature is no row of the batch, but ``tokens`` of each row may be.
     """
     if whole == local:
         return WHOLE
@@ -56,7 +70,9 @@ def find_cut(whole: torch.Size, local: torch.Size, rows: int, group: ProcessGrou
     if len(whole) != len(local) or len(differing) != 1:
         return UNKNOWN
     dim = differing[0]
-    in_rows = dim == 0 and whole[0] % rows == 0 and (len(whole) > 1 or tokens in (whole[0], whole[0] // rows))
+    in_rows = dim == 0 and whole[0] % rows == 0 and whole[0] > rows
+    if in_rows:
+        in_rows = (len(whole) > 1 or tokens in (whole[0], whole[0] // rows)) if per_row is None else per_row
     size = whole[dim] // rows if in_rows else whole[dim]
     start, length = shard_bounds(size, group.size(), group.rank())
     cut = Cut(dim=dim, whole=size, start=start, length=length, in_rows=in_rows)
@@ -86,10 +102,10 @@ def draw_whole(cut: Cut, func: Any, args: tuple, kwargs: dict[str, Any], local: 
 def _of_values(cut: Cut, func: Any, args: tuple, kwargs: dict[str, Any], local: torch.Size, group: ProcessGroup) -> Any:
     """Draw by values (means, chances) of all ranks, and cut what is drawn, and what is written into them."""
     slices = [x for x in args if isinstance(x, Tensor)]
-    if cut.in_rows or any(x.shape != local for x in slices):
+    if any(x.shape != local for x in slices):
         return None
     with torch.no_grad():
-        whole = [gather(x, cut.dim, cut.whole, group) if isinstance(x, Tensor) else x for x in args]
+        whole = [cut.joined(x, group) if isinstance(x, Tensor) else x for x in args]
         before = [x.clone() for x in whole if isinstance(x, Tensor)]
         drawn = func(*whole, **kwargs)
         after = [x for x in whole if isinstance(x, Tensor)]

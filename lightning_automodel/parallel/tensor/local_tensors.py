@@ -26,6 +26,7 @@ from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
 from lightning_automodel.parallel.activation_checkpointing.blocks import has_switch
+from lightning_automodel.parallel.tensor.origins import messages_of_parameters, note_part
 from lightning_automodel.parallel.tensor.replicated_gradients import noting
 from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout, ParameterLayout
@@ -45,13 +46,15 @@ class _LocalTensor:
     """where partial gradients are summed as they come; ``None``: FSDP2 sums them"""
     note: Callable[[Tensor], None] | None = None
     """looks at the gradient of this rank, as long as anybody wants to know"""
+    message: str | None = None
+    """of the error where a loss reads what comes of it; ``None``: a loss may"""
 
     def __call__(self, parameter: DTensor) -> Tensor:
         partial = self.stream is not None and self.stream.length is not None
         gradient = Partial() if partial else self.gradient
         local = _local(parameter, gradient, self.sum_over)
-        if local.grad_fn is not None and not torch.compiler.is_compiling():
-            local.grad_fn.is_of_rank = not self.gradient.is_replicate()  # type: ignore[attr-defined]
+        if local.grad_fn is not None and not self.gradient.is_replicate() and not torch.compiler.is_compiling():
+            note_part(local.grad_fn, self.message)
         if self.note is not None and local.requires_grad and not torch.compiler.is_compiling():
             local.register_hook(self.note)
         if self.rows:
@@ -86,19 +89,21 @@ def install_local_tensors(
     first, last = find_large_ends(model)
     own, alone = [*find_blocks(model), *first, *last], set(gathered_alone)
     # Where parameters are sharded as well, others in their place are found, or put there, by what shards.
+    messages = messages_of_parameters(model, layout, tp_mesh.size())
     swaps = {name: ParameterSwap(stored=DTensor, refuses_others=is_final) for name in ("", *own, *alone)}
     for module_name, module in _in_each_block(model, own):
         of_layer = name_without_wrappers(module_name)
         is_alone = of_layer in alone and not is_wrapper(module)
         owner_name = of_layer if is_alone else outermost(own, module_name) or ""
         for name in own_parameters(module):
-            parameter_layout = layout.parameters.get(f"{module_name}.{name}" if module_name else name)
-            if parameter_layout is not None:
+            full = f"{module_name}.{name}".removeprefix(".")
+            if (parameter_layout := layout.parameters.get(full)) is not None:
                 stream = (streams or {}).get(outermost(own, module_name) or "") if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
                 local = _local_tensor(parameter_layout, size, tp_mesh, stream, is_final)
-                if not layout.measured and f"{module_name}.{name}".removeprefix(".") in layout.claimed:
-                    local = replace(local, note=noting(model, f"{module_name}.{name}".removeprefix(".")))
+                local = replace(local, message=messages.get(full))
+                if not layout.measured and full in layout.claimed:
+                    local = replace(local, note=noting(model, full))
                 swaps[owner_name].add(module, name, local)
     for name, swap in swaps.items():
         owner = model.get_submodule(name)

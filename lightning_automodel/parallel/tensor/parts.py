@@ -57,7 +57,7 @@ def dim_of_part(value: Tensor) -> int | None:
         return getattr(value, _DIM)
     node: Any = value.grad_fn
     output = value.output_nr
-    while node is not None and node.name() == HANDS_ON:
+    while node is not None and node.name() in HANDS_ON:
         node, output = next(iter(edges_behind(node, output)), (None, 0))
     return node.metadata.get(_DIM) if node is not None else None
 

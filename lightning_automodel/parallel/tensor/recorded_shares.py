@@ -11,7 +11,8 @@ from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
 from lightning_automodel.modules.structure import class_names, names_around, nearest_config, outermost
-from lightning_automodel.parallel.tensor.beside import let_pass, same_container
+from lightning_automodel.parallel.tensor.beside import same_container
+from lightning_automodel.parallel.tensor.origins import let_pass
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 

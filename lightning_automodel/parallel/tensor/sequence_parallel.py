@@ -32,6 +32,7 @@ from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.parallel.given_containers import Copied, changed, copies_of, with_originals
 from lightning_automodel.parallel.lone_parts import is_called_alone
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, same_container
+from lightning_automodel.parallel.tensor.origins import message_within
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, ChildCollectives, SequenceLayout
 
@@ -60,8 +61,9 @@ def install_sequence_parallel(
             is_first, is_last = place == first, place == last
             BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
             for child, collectives in layout.children[name].items():
-                entering = EnteringBeside(group) if own else None
-                ChildOnStream(stream, child, collectives, entering).install(model.get_submodule(child))
+                module = model.get_submodule(child)
+                entering = EnteringBeside(group, message_within(child, module, group.size())) if own else None
+                ChildOnStream(stream, child, collectives, entering).install(module)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_hook(partial(_gather_recorded, group))
@@ -227,8 +229,10 @@ class ChildOnStream(SharedByCopies):
 
     def _gather(self, value: Tensor) -> Tensor:
         assert self.stream.length is not None
-        join = gather_in if self.collectives.sums_gradients else gather
-        return join(value, 1, self.stream.length, self.stream.group)
+        if not self.collectives.sums_gradients:
+            return gather(value, 1, self.stream.length, self.stream.group)
+        entered = gather_in(value, 1, self.stream.length, self.stream.group)
+        return self.entering.note(entered) if self.entering else entered
 
     def leave(self, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Cut the output; of several, the first is the stream, and the others are cut where they are like it."""

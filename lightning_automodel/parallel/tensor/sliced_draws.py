@@ -230,7 +230,8 @@ class _BlockDraws:
         if place >= len(plan.whole.shapes):
             return UNKNOWN
         if place not in plan.cuts:
-            plan.cuts[place] = find_cut(plan.whole.shapes[place], local, plan.whole.rows, self.group, self.length)
+            whole, per_row = plan.whole, plan.whole.per_row.get(place)
+            plan.cuts[place] = find_cut(whole.shapes[place], local, whole.rows, self.group, self.length, per_row)
         cut = plan.cuts[place]
         return UNKNOWN if isinstance(cut, Cut) and not cut.fits(local) else cut
 

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -45,6 +45,8 @@ class WholeDraws:
         shapes: of the draws, in order.
         is_complete: there are no others; else the twin could not go on.
         rows: of the batch.
+        per_row: draws whose first dimension has ``rows`` parts, as it grows with the batch, by their places; draws of
+            which that is not known are not in it.
         passed_over: modules below it that look at values, by name: they were taken to hand on what enters them, as
             experts do. What they draw is not known.
     """
@@ -52,6 +54,7 @@ class WholeDraws:
     shapes: list[torch.Size]
     is_complete: bool
     rows: int
+    per_row: dict[int, bool] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
 
 
@@ -74,7 +77,25 @@ def whole_draws(
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim), None)
     rows = 1 if first is None else first.shape[0]
     found = _draws_of(twin, args, kwargs, rows)
-    return found if found.is_complete else _draws_of(twin, args, kwargs, rows, torch.device("meta"))
+    found = found if found.is_complete else _draws_of(twin, args, kwargs, rows, torch.device("meta"))
+    if rows > 1 and any(len(shape) and shape[0] > rows and shape[0] % rows == 0 for shape in found.shapes):
+        found.per_row.update(_draws_per_row(twin, args, kwargs, found))
+    return found
+
+
+def _draws_per_row(
+    twin: nn.Module, args: tuple, kwargs: dict[str, Any], found: WholeDraws
+) -> Iterator[tuple[int, bool]]:
+    """Tell of each draw whether there are twice as many in a batch of twice the rows, or as many heads by chance."""
+
+    def doubled(x: Tensor) -> list[int]:
+        return [2 * x.shape[0], *x.shape[1:]] if x.ndim and x.shape[0] == found.rows else list(x.shape)
+
+    args, kwargs = _on_meta(args, doubled), _on_meta(kwargs, doubled)
+    larger = _draws_of(twin, args, kwargs, found.rows, None if found.is_complete else torch.device("meta"))
+    for place, (one, other) in enumerate(zip(found.shapes, larger.shapes, strict=False)):
+        if one[1:] == other[1:] and len(one) and other[0] in (one[0], 2 * one[0]):
+            yield place, other[0] > one[0]
 
 
 def _draws_of(

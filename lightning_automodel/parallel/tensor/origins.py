@@ -1,0 +1,150 @@
+"""Tells of values where they come from, by their autograd graph: from within a split layer, or whole.
+
+::
+
+    loss --> sum over the ranks                                        whole: what is behind is not looked at
+     |
+     +-----> what a layer gives beside its sum, and refuses            an error with its message
+     +-----> what entered a layer, or a rank's part of parameters      an error: no layer gave it, a hook saw it, say
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel._compat.fsdp2.hooks import HANDS_ON, edges_behind
+from lightning_automodel.modules.structure import outermost
+from lightning_automodel.parallel.traces import refused
+from lightning_automodel.plans import Layout
+from lightning_automodel.plans.selection import wildcard
+
+_REFUSED = "_RefusedBackward"
+_ENTERED = ("_CopyInBackward", "_GatherInBackward")
+_JOINED = "_GatherBackward"
+_WHOLE_AGAIN = {
+    _JOINED,
+    "_ReduceOutBackward",
+    "_ScatterOutBackward",
+    "_SplitBackward",
+    "_ScaleGradientBackward",
+}
+_COMPILED = "CompiledFunctionBackward"
+_OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
+_LEAF = "AccumulateGrad"
+_TELLING = {_REFUSED, *_ENTERED, "_LocalBackward", _LEAF}
+_IS_PART, _MESSAGE = "_gradient_is_of_a_rank", "_why_a_loss_must_not_read_it"
+
+
+def note_part(value: Any, message: str | None = None) -> None:
+    """Note that the gradient of what a node or a leaf gives is a rank's own, and why no loss may read it, if so."""
+    setattr(value, _IS_PART, True)
+    setattr(value, _MESSAGE, message)
+
+
+def note_entered(value: Tensor, message: str | None) -> Tensor:
+    """Note that ``value`` has entered a split layer by a collective; no loss may read what comes of it there."""
+    if torch.compiler.is_compiling() or message is None:
+        return value
+    if value.grad_fn is not None:
+        setattr(value.grad_fn, _MESSAGE, message)
+    return value
+
+
+def was_computed_within(value: Tensor) -> bool | None:
+    """Tell whether ``value`` comes from within a split layer, and let the gradient of what left it pass.
+
+    Returns:
+        nothing if it comes from a compiled block, of which the graph does not tell.
+    """
+    names, of_rank = set(), False
+    for node, name in _nodes_within(value):
+        names.add(name)
+        of_rank |= getattr(_noted(node, name), _IS_PART, False)
+        if name == _REFUSED:
+            node.passes = True
+    return None if _COMPILED in names else of_rank or not names.isdisjoint((*_ENTERED, _REFUSED))
+
+
+def is_joined(value: Tensor) -> bool:
+    """Tell whether ``value`` was joined of the parts of all ranks, as attention maps are: each has its own gradient."""
+    return value.grad_fn is not None and value.grad_fn.name() == _JOINED
+
+
+def let_pass(value: Tensor) -> Tensor:
+    """Let the gradient of a rank's part pass, which goes on to be joined with those of the others."""
+    node: Any = value.grad_fn
+    if node is not None and node.name() == _REFUSED:
+        node.passes = True
+    return value
+
+
+def refused_if_slice(value: Tensor) -> Tensor:
+    """Return ``value``, whose gradient is an error where it reads what split layers hand to each other, or compute."""
+    why = None
+    for node, name in _nodes_within(value):
+        if name in _OF_BLOCKS:  # the passes before a graph is compiled told
+            return value
+        if why is None and name in _TELLING:
+            why = node.message if name == _REFUSED else getattr(_noted(node, name), _MESSAGE, None)
+    return value if why is None else refused(value, why)
+
+
+def _noted(node: Any, name: str) -> Any:
+    """Return what carries the notes of a node: the parameter itself where that is a leaf."""
+    return node.variable if name == _LEAF else node
+
+
+def _nodes_within(value: Tensor) -> Iterator[tuple[Any, str]]:
+    """Yield the nodes of the graph of ``value``, and their names, back to where values entered a split layer, or left
+    one whole. In every pass: it is to be quick.
+    """
+    left: list[tuple[Any, int]] = [(value.grad_fn, value.output_nr)]
+    seen = set(left)
+    while left:
+        node, output = left.pop()
+        name = type(node).__name__
+        if node is None or name in _WHOLE_AGAIN:
+            continue
+        yield node, name
+        if name not in _ENTERED:
+            for edge in edges_behind(node, output) if name in HANDS_ON else node.next_functions:
+                if edge not in seen:
+                    seen.add(edge)
+                    left.append(edge)
+
+
+def messages_of_parameters(model: nn.Module, layout: Layout, tp: int) -> dict[str, str]:
+    """Say of parameters, by name, why no loss may read them: those of split layers of users, and lone ones.
+
+    Behind others there are collectives, or a loss of logits of which each rank has a part.
+    """
+    found = {}
+    for name, parameter in layout.parameters.items():
+        layer = outermost(list(layout.terms), name)
+        if layer is not None:
+            found[name] = message_within(layer, model.get_submodule(layer), tp)
+        elif not parameter.placement.is_replicate() and outermost(list(layout.modules), name) is None:
+            found[name] = _message_of_lone(name, tp)
+    return found
+
+
+def message_within(name: str, module: nn.Module, tp: int) -> str:
+    """Say why no loss may read what is computed in a split layer, or with its parameters."""
+    return (
+        f"a loss reads what is computed inside of {name} ({type(module).__name__}), as a hook of a layer in it sees, "
+        f"or its parameters: one of {tp} tp ranks has its own heads or features there, or all compute the same, "
+        "and gradients would be summed. Return it beside the first output of that layer; or leave its layers whole, "
+        f"with a rule 'replicate' for each of them ({wildcard(name)}.*) in "
+        "FSDP2Config(tp_plan={'extends': 'model', ...})"
+    )
+
+
+def _message_of_lone(name: str, tp: int) -> str:
+    return (
+        f"a loss reads {name}, and one of {tp} tp ranks has its own part of it: other numbers than one process has. "
+        "Only attention and feed-forward layers that are split may read it. Leave it whole, with a rule "
+        f"{wildcard(name)!r}: 'replicate' in "
+        "FSDP2Config(tp_plan={'extends': 'model', ...})"
+    )

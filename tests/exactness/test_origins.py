@@ -1,0 +1,162 @@
+"""Where values of split layers of users come from: draws of their heads, lists that graphs write into, and losses of
+what no layer has given.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import megatron_fsdp_strategy_parallelize, parallelize
+from lightning_automodel.testing.pool import Pool
+from tests.exactness import test_beside
+from tests.exactness.test_beside import (
+    BOUND,
+    LEVERS,
+    PLAN,
+    SCHEDULE,
+    SLOPES,
+    Attention,
+    Model,
+    Sloped,
+    WithSlopes,
+    build,
+)
+from tests.support import cuda_on_cpu
+from tests.support.comparison import batches, compare
+
+
+class Drawing(Attention):
+    """Scales its values by random numbers of a rank's heads, and by some for each row and head."""
+
+    def forward(self, x: Tensor, first: Any, rotary: Any) -> tuple:
+        rows, heads = x.shape[0], self.v(x).shape[-1] // test_beside.HEAD
+        chances = torch.full((rows * heads, 1), 0.7)
+        drawn = torch.rand(heads, 1, 1) + torch.bernoulli(chances).view(rows, heads, 1, 1)
+        mixed, value, size = super().forward(x, drawn if first is None else first * drawn, rotary)
+        return mixed, value if first is None else first, size
+
+
+class AppendingToWhole(Attention):
+    """Puts its values into a list that has whole ones."""
+
+    def forward(self, x: Tensor, first: Any, rotary: Any) -> tuple:
+        whole, *others = first
+        mixed, _, size = super().forward(x, (others[-1] if others else 1) * whole[:, None], rotary)
+        first.append(self.v(x).unflatten(-1, (-1, test_beside.HEAD)).transpose(1, 2))
+        return mixed, first, size
+
+
+class WithWhole(Model):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.rand(1, 1, test_beside.HEAD))
+
+    def first(self) -> list:
+        self.given = [self.scale * 1]
+        return self.given
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        output = super().forward(input_ids, labels)
+        assert len(self.given) == 1 + len(self.blocks)
+        return output
+
+
+class Hooked(Model):
+    """Has a loss of what a hook sees in a split layer, which comes and goes in the forward pass."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        seen: list[Tensor] = []
+        handle = self.blocks[0].attention.q.register_forward_hook(lambda q, args, output: seen.append(output))
+        loss = super().forward(input_ids, labels).loss
+        handle.remove()
+        return SimpleNamespace(loss=loss + seen[0].square().mean())
+
+
+class Decayed(WithSlopes):
+    """Has a loss of a parameter of its own."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=super().forward(input_ids, labels).loss + self.slopes.square().sum())
+
+
+def error_of(kind: type[Attention], model: type[Model], **lever: Any) -> tuple[float, str]:
+    """Runs on each rank."""
+    make = partial(build, kind, model=model)
+    return compare(make, {"tp": 2}, 2, SCHEDULE, FSDP2Config(tp_plan=PLAN, **lever)).largest
+
+
+def test_draws_for_as_many_heads_as_rows_have_parts_are_exact(pool2: Pool) -> None:
+    for error in pool2.run(error_of, Drawing, Model):
+        assert error[0] <= BOUND, error
+
+
+@pytest.mark.slow
+def test_graphs_write_into_lists_of_whole_values(pool2: Pool) -> None:
+    for error in pool2.run(error_of, AppendingToWhole, WithWhole, **LEVERS[-1]):
+        assert error[0] <= BOUND, error
+
+
+def read(model: type[Model], **lever: Any) -> str:
+    """Runs on each rank."""
+    config = FSDP2Config(tp_plan=PLAN | {"slopes": "colwise"}, **lever)
+    split = parallelize(build(Attention, model=model), build_mesh(resolve_sizes(2, tp=2), "cpu"), config)
+    with pytest.raises(ValueError, match="a loss reads") as caught:
+        split.train()(**batches(SCHEDULE, 0, 0)[0]).loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lever", LEVERS[:3], ids=str)
+def test_losses_of_what_no_layer_gives_are_refused(lever: dict[str, Any], pool2: Pool) -> None:
+    for said in pool2.run(read, Hooked, **lever):
+        assert "a loss reads what is computed inside of blocks.0.attention (Attention)" in said
+    for said in pool2.run(read, Decayed, **lever):
+        assert "a loss reads slopes" in said
+
+
+MEGATRON = ((Sloped, Model, SLOPES[Sloped]), (Attention, WithSlopes, {"slopes": "colwise"}), (Attention, Model, {}))
+
+
+def step_of_megatron() -> list[list[float]]:
+    """Runs on each rank: changes of a whole parameter by a step of SGD, on one process and on two."""
+    cuda_on_cpu.install()
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    found = []
+    for kind, model, rules in MEGATRON:
+        changes: list[float] = []
+        for stage in (None, 3):
+            net: Any = build(kind, model=model)
+            optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+            before = net.frequencies.detach().clone()
+            if stage is not None:
+                net, optimizer = megatron_fsdp_strategy_parallelize(
+                    net,
+                    mesh,
+                    optimizer,
+                    zero_dp_strategy=stage,
+                    tp_shard_plan=PLAN | rules,
+                    megatron_fsdp_unit_modules=["tests.exactness.test_beside.Block"],
+                )
+            net.train()(**batches(SCHEDULE, 0, 0)[0]).loss.backward()
+            optimizer.step()
+            after = net.frequencies.detach()
+            after = after.full_tensor() if isinstance(after, DTensor) else after
+            changes += (after - before).tolist()
+        found.append(changes)
+    return found
+
+
+@pytest.mark.slow
+def test_megatron_fsdp_with_what_layers_hand_each_other(pool2: Pool) -> None:
+    for found in pool2.run(step_of_megatron):
+        for changes in found:
+            one, other = torch.tensor(changes).chunk(2)
+            assert (other - one).norm() <= 1e-4 * one.norm(), changes
