@@ -164,11 +164,13 @@ class Model(PreTrainedModel):
         x, first, logits, aux = self.embed(input_ids), self.first(), None, torch.zeros(())
         for block in self.blocks:
             x, first, logits, loss, size = block(x, first, logits, rotary)
+            first = self.between(first)
             aux = aux + loss + (size if self.reads_sizes else 0)
         loss = functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
         return SimpleNamespace(loss=loss + 0.3 * aux + logits.mean())
 
     container: Any = tuple
+    between: Any = staticmethod(lambda value: value)
 
     def first(self) -> Any:
         """Give what enters the first layer as values of the layer before."""
@@ -215,12 +217,31 @@ class WithSeen(Model):
         return SimpleNamespace(loss=loss + self.seen.pop().square().mean())
 
 
+class Mixing(Attention):
+    """Adds values from which a model takes the mean of all heads, between layers."""
+
+
+class WithMeans(Model):
+    between = staticmethod(lambda value: value - value.mean(1, keepdim=True))
+
+
+class Changed(Attention):
+    """Adds values that a model has changed between layers, each number by itself."""
+
+
+class WithChanges(Model):
+    between = staticmethod(lambda value: (0.7 * value.tanh()).to(value.dtype))
+
+
 PLAN = {
     **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
     **{"blocks.*.attention.o": "rowwise", "blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"},
 }
 SLOPES: dict[type[Attention], dict[str, str]] = {Sloped: {"blocks.*.attention.slopes": "colwise"}}
-MODELS: dict[type[Attention], type[Model]] = {Appending: WithList, Noting: WithNotes, Seen: WithSeen}
+MODELS: dict[type[Attention], type[Model]] = {
+    **{Appending: WithList, Noting: WithNotes, Seen: WithSeen},
+    **{Mixing: WithMeans, Changed: WithChanges},
+}
 
 
 def build(attention: type[Attention], reads_sizes: bool = False, model: type[Model] = Model) -> nn.Module:
@@ -233,7 +254,7 @@ def errors(sizes: dict[str, int], world: int, levers: list[dict[str, Any]]) -> l
     return [
         compare(partial(build, kind), sizes, world, SCHEDULE, FSDP2Config(tp_plan=PLAN, **lever)).largest
         for lever in levers
-        for kind in (Attention, Packing, Naming, Listing)
+        for kind in (Attention, Packing, Naming, Listing, Changed)
     ]
 
 
@@ -308,6 +329,20 @@ def test_a_loss_of_what_is_handed_on_is_refused(lever: dict[str, Any], pool2: Po
         assert "blocks.2.attention (Noting) writes into a list, a dict or an object that it is given" in said
     for said in pool2.run(read, Seen, **lever):
         assert "blocks.0.attention (Seen) returns beside its first output" in said
+
+
+def mix() -> str:
+    """Runs on each rank."""
+    model = parallelize(build(Mixing), build_mesh(resolve_sizes(2, tp=2), "cpu"), WITHOUT_LEVERS)
+    with pytest.raises(ValueError, match="may compute across them") as caught:
+        model.train()(**batches(SCHEDULE, 0, 0)[0])
+    return str(caught.value)
+
+
+def test_what_mixes_heads_between_layers_is_refused(pool2: Pool) -> None:
+    for said in pool2.run(mix):
+        assert "what blocks.1.attention is given" in said
+        assert "has gone through Mean between the two" in said
 
 
 class Dictionary(Attention):

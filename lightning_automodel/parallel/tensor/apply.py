@@ -189,7 +189,7 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
         if module_layout.enter is Enter.COPY_ALL:
             module = model.get_submodule(name)
             why = message_within(name, module, group.size()) if name in layout.terms else None
-            copies = EnteringBeside(group, why) if layout.terms else of_all
+            copies = EnteringBeside(name, group, why) if layout.terms else of_all
             wrap_forward(module, partial(around, copies))
 
 

@@ -23,7 +23,13 @@ from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, scale_gradient
 from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.parallel.given_containers import changed, copies_of, giving_back, tensors_within
-from lightning_automodel.parallel.tensor.origins import is_joined, note_entered, refused_if_slice, was_computed_within
+from lightning_automodel.parallel.tensor.origins import (
+    is_joined,
+    mixing_behind,
+    note_entered,
+    refused_if_slice,
+    was_computed_within,
+)
 from lightning_automodel.parallel.tensor.parts import Beside, mark_part
 from lightning_automodel.parallel.tensor.stream import is_float
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
@@ -119,12 +125,13 @@ class EnteringBeside:
     """Copies in what enters one split layer, but for what was computed within another.
 
     Args:
+        name: of the layer.
         group: over tp.
         message: of the error where a loss reads what comes of it in the layer, and does not leave it.
     """
 
-    def __init__(self, group: ProcessGroup, message: str | None) -> None:
-        self.group, self.message = group, message
+    def __init__(self, name: str, group: ProcessGroup, message: str | None) -> None:
+        self.name, self.group, self.message = name, group, message
         self._within: dict[str, bool] = {}
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -145,6 +152,8 @@ class EnteringBeside:
             found = was_computed_within(value)
             if found is not None:
                 self._within[place] = found
+            if found and (operation := mixing_behind(value)):
+                raise ValueError(_message_of_mixed(self.name, operation, self.group.size()))
         return value if self._within.get(place, False) else self.note(copy_in(value, self.group))
 
     def note(self, value: Tensor) -> Tensor:
@@ -175,6 +184,15 @@ def _message(name: str, module: nn.Module, tp: int) -> str:
         f"the rule {wildcard(name)!r}: 'separate' to "
         "FSDP2Config(tp_plan={'extends': 'model', ...}) and leave whole what gives that value ('replicate'); or return "
         "value.detach()"
+    )
+
+
+def _message_of_mixed(reader: str, operation: str, tp: int) -> str:
+    return (
+        f"what {reader} is given comes from another layer that is split, of whose heads or features one of {tp} tp "
+        f"ranks has its own, and has gone through {operation} between the two, which may compute across them: other "
+        "numbers than one process has. Leave whole the layers that give and read it, with a rule 'replicate' for each "
+        "of their layers in FSDP2Config(tp_plan={'extends': 'model', ...}), or use tp=1"
     )
 
 

@@ -34,6 +34,14 @@ _COMPILED = "CompiledFunctionBackward"
 _OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
 _LEAF = "AccumulateGrad"
 _TELLING = {_REFUSED, *_ENTERED, "_LocalBackward", _LEAF}
+_MIXING = (
+    *("Mean", "Sum", "Prod", "Var", "Std", "Norm", "LinalgVectorNorm", "Logsumexp", "Softmax", "LogSoftmax"),
+    *("Max", "Min", "Amax", "Amin", "Cumsum", "Cumprod", "Sort", "Topk", "Roll", "Flip", "Gather", "Index"),
+    *("Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convolution"),
+    *("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"),
+)
+"""How names of nodes begin that may compute across heads or features."""
+_SEEN = "_nothing_behind_is_of_a_rank"
 _IS_PART, _MESSAGE = "_gradient_is_of_a_rank", "_why_a_loss_must_not_read_it"
 
 
@@ -58,13 +66,19 @@ def was_computed_within(value: Tensor) -> bool | None:
     Returns:
         nothing if it comes from a compiled block, of which the graph does not tell.
     """
-    names, of_rank = set(), False
-    for node, name in _nodes_within(value):
+    nodes, names, of_rank = [], set(), False
+    for node, name in _nodes_within(value, but=_SEEN):
+        nodes.append(node)
         names.add(name)
         of_rank |= getattr(_noted(node, name), _IS_PART, False)
         if name == _REFUSED:
             node.passes = True
-    return None if _COMPILED in names else of_rank or not names.isdisjoint((*_ENTERED, _REFUSED))
+    if _COMPILED in names:
+        return None
+    within = of_rank or not names.isdisjoint((*_ENTERED, _REFUSED))
+    for node in [] if within else nodes:
+        node.metadata[_SEEN] = True
+    return within
 
 
 def is_joined(value: Tensor) -> bool:
@@ -78,6 +92,27 @@ def let_pass(value: Tensor) -> Tensor:
     if node is not None and node.name() == _REFUSED:
         node.passes = True
     return value
+
+
+def mixing_behind(value: Tensor) -> str | None:
+    """Name an operation across heads or features that a part which left a split layer has gone through since."""
+    left: list[tuple[Any, int, str]] = [(value.grad_fn, value.output_nr, "")]
+    seen = set()
+    while left:
+        node, output, mixing = left.pop()
+        name = type(node).__name__
+        if node is None or name in _WHOLE_AGAIN or name in _ENTERED:
+            continue
+        if name == _REFUSED:
+            if mixing:
+                return mixing.partition("Backward")[0]
+            continue
+        mixing = mixing or (name if name.startswith(_MIXING) else "")
+        for edge in edges_behind(node, output):
+            if (*edge, bool(mixing)) not in seen:
+                seen.add((*edge, bool(mixing)))
+                left.append((*edge, mixing))
+    return None
 
 
 def refused_if_slice(value: Tensor) -> Tensor:
@@ -96,16 +131,16 @@ def _noted(node: Any, name: str) -> Any:
     return node.variable if name == _LEAF else node
 
 
-def _nodes_within(value: Tensor) -> Iterator[tuple[Any, str]]:
+def _nodes_within(value: Tensor, but: str = "") -> Iterator[tuple[Any, str]]:
     """Yield the nodes of the graph of ``value``, and their names, back to where values entered a split layer, or left
-    one whole. In every pass: it is to be quick.
+    one whole, ``but`` for what is behind nodes with such a note. In every pass: it is to be quick.
     """
     left: list[tuple[Any, int]] = [(value.grad_fn, value.output_nr)]
     seen = set(left)
     while left:
         node, output = left.pop()
         name = type(node).__name__
-        if node is None or name in _WHOLE_AGAIN:
+        if node is None or name in _WHOLE_AGAIN or (but and but in node.metadata):
             continue
         yield node, name
         if name not in _ENTERED:

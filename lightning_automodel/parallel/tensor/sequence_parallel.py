@@ -62,7 +62,7 @@ def install_sequence_parallel(
             BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
             for child, collectives in layout.children[name].items():
                 module = model.get_submodule(child)
-                entering = EnteringBeside(group, message_within(child, module, group.size())) if own else None
+                entering = EnteringBeside(child, group, message_within(child, module, group.size())) if own else None
                 ChildOnStream(stream, child, collectives, entering).install(module)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
