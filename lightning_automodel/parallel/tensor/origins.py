@@ -77,7 +77,8 @@ def was_computed_within(value: Tensor) -> bool | None:
         return None
     within = of_rank or not names.isdisjoint((*_ENTERED, _REFUSED))
     for node in [] if within else nodes:
-        node.metadata[_SEEN] = True
+        if type(node).__name__ not in HANDS_ON:  # each of its outputs is another value
+            node.metadata[_SEEN] = True
     return within
 
 
@@ -155,12 +156,17 @@ def messages_of_parameters(model: nn.Module, layout: Layout, tp: int) -> dict[st
 
     Behind others there are collectives, or a loss of logits of which each rank has a part.
     """
-    found = {}
-    for name, parameter in layout.parameters.items():
+    found, planned = {}, list(layout.modules)
+    of_modules = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if outermost(planned, name) is not None
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = outermost(list(layout.terms), name)
         if layer is not None:
             found[name] = message_within(layer, model.get_submodule(layer), tp)
-        elif not parameter.placement.is_replicate() and outermost(list(layout.modules), name) is None:
+        elif not layout.parameters[name].placement.is_replicate() and id(parameter) not in of_modules:
             found[name] = _message_of_lone(name, tp)
     return found
 
