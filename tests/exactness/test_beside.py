@@ -294,7 +294,7 @@ def test_values_of_parameters_alone_and_in_containers_are_exact(lever: dict[str,
 @pytest.mark.long
 def test_over_data_ranks(pool4: Pool) -> None:
     for run in (errors, errors_of_containers):
-        for found in pool4.run(run, {"dp_shard": 2, "tp": 2}, 4, LEVERS[:2]):
+        for found in pool4.run(run, {"dp_shard": 2, "tp": 2}, 4, LEVERS[:2], timeout=180):
             assert [error for error in found if error[0] > BOUND] == []
 
 
