@@ -126,8 +126,6 @@ def copied(value: Any, depth: int = _DEPTH + 1, change: Callable[[Tensor], Tenso
     if items is None:
         return value
     values = {key: copied(item, depth - 1, change) for key, item in items.items()}
-    if isinstance(value, tuple):
-        return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
     return _like(value, values)
 
 
@@ -145,8 +143,6 @@ def changed(
     values = {key: changed(x, change, f"{place}.{key}", depth - 1, originals) for key, x in (items or {}).items()}
     if items is None or all(values[key] is x for key, x in items.items()):
         return value
-    if isinstance(value, tuple):
-        return type(value)(*values.values()) if hasattr(value, "_fields") else type(value)(values.values())
     return _like(value, values)
 
 
@@ -224,6 +220,9 @@ class Copied:
 
 def _like(container: Any, values: dict[Any, Any]) -> Any:
     """Copy a container with other values in it."""
+    if isinstance(container, tuple):
+        kind = type(container)
+        return kind(*values.values()) if hasattr(container, "_fields") else kind(values.values())
     if type(container) in (list, dict):  # graphs have no ``copy`` of these
         return list(values.values()) if isinstance(container, list) else values
     again = copy(container)

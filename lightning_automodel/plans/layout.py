@@ -94,6 +94,11 @@ class Layout:
     measured: bool = True
     """all that runs was compared with one process: the plan, and the code of every module"""
 
+    @property
+    def is_tried(self) -> bool:
+        """Tell whether modules have to prove in their first forward pass that they are right on slices."""
+        return bool(self.terms or self.holders)
+
 
 def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) -> tuple["Structure", Layout]:
     """Applies the rules above to a model without adapters; ``Layout.terms`` is still empty."""

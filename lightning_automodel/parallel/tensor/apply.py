@@ -158,8 +158,8 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
         if module_layout.enter is Enter.ROW_NORM:
             install_row_norm(module, group)
             continue
-        in_block = module_layout.leave is Leave.NONE and outermost(blocks, name) is not None
-        why = message_within(name, module, group.size()) if in_block else None
+        is_told = layout.is_tried and module_layout.leave is Leave.NONE and outermost(blocks, name) is not None
+        why = message_within(name, module, group.size()) if is_told else None
         if enter := _enter_function(module_layout.enter, group, why):
             module.register_forward_pre_hook(_Around(enter, every=False).enter, with_kwargs=True)
         if leave := _leave_function(module, module_layout.leave, group, model):

@@ -60,7 +60,7 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
             wrap_forward(module, _Writing(_message_of_written(name, module, group.size())))
     for name in layout.holders:
         model.get_submodule(name).register_forward_hook(_mark_parts)
-    if layout.terms or layout.holders:
+    if layout.is_tried:
         model.register_forward_hook(_refuse_slices)
 
 
@@ -98,11 +98,14 @@ class _Leaving(SharedByCopies):
         return same_container(output, (output[0], *others))
 
     def _leave(self, value: Tensor, found: Beside, is_held: bool) -> Tensor:
-        if is_held or is_joined(value):  # those that the module has written there are refused
+        if is_held:  # those that the module has written there are refused
+            return value
+        is_known = torch.compiler.is_compiling()  # the passes before have refused what is neither
+        if not is_known and is_joined(value):
             return value
         if found.is_whole:
             return scale_gradient(value, 1 / self.group.size()) if value.requires_grad else value
-        if torch.compiler.is_compiling():  # the passes before have refused it
+        if is_known:
             return value
         left = refused(value, self.message) if value.requires_grad else value
         return left if found.dim is None else mark_part(left, found.dim)

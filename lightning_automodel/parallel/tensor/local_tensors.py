@@ -46,6 +46,8 @@ class _LocalTensor:
     """where partial gradients are summed as they come; ``None``: FSDP2 sums them"""
     note: Callable[[Tensor], None] | None = None
     """looks at the gradient of this rank, as long as anybody wants to know"""
+    is_told: bool = False
+    """layers ask of what enters them whether its gradient is a rank's own"""
     message: str | None = None
     """of the error where a loss reads what comes of it; ``None``: a loss may"""
 
@@ -53,7 +55,8 @@ class _LocalTensor:
         partial = self.stream is not None and self.stream.length is not None
         gradient = Partial() if partial else self.gradient
         local = _local(parameter, gradient, self.sum_over)
-        if local.grad_fn is not None and not self.gradient.is_replicate() and not torch.compiler.is_compiling():
+        is_own = self.is_told and not self.gradient.is_replicate()
+        if is_own and local.grad_fn is not None and not torch.compiler.is_compiling():
             note_part(local.grad_fn, self.message)
         if self.note is not None and local.requires_grad and not torch.compiler.is_compiling():
             local.register_hook(self.note)
@@ -101,7 +104,7 @@ def install_local_tensors(
                 stream = (streams or {}).get(outermost(own, module_name) or "") if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
                 local = _local_tensor(parameter_layout, size, tp_mesh, stream, is_final)
-                local = replace(local, message=messages.get(full))
+                local = replace(local, is_told=layout.is_tried, message=messages.get(full))
                 if not layout.measured and full in layout.claimed:
                     local = replace(local, note=noting(model, full))
                 swaps[owner_name].add(module, name, local)

@@ -34,13 +34,13 @@ _COMPILED = "CompiledFunctionBackward"
 _OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
 _LEAF = "AccumulateGrad"
 _TELLING = {_REFUSED, *_ENTERED, "_LocalBackward", _LEAF}
-_MIXING = (
+_MIXING = {
     *("Mean", "Sum", "Prod", "Var", "Std", "Norm", "LinalgVectorNorm", "Logsumexp", "Softmax", "LogSoftmax"),
-    *("Max", "Min", "Amax", "Amin", "Cumsum", "Cumprod", "Sort", "Topk", "Roll", "Flip", "Gather", "Index"),
-    *("Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Convolution"),
-    *("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"),
-)
-"""How names of nodes begin that may compute across heads or features."""
+    *("Max", "Min", "Amax", "Amin", "Cumsum", "Cumprod", "Sort", "Topk", "Roll", "Flip"),
+    *("Gather", "Index", "IndexSelect", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Linear", "Convolution"),
+    *("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "FusedRmsNorm"),
+}
+"""Operations that may compute across heads or features, as graphs call them."""
 _SEEN = "_nothing_behind_is_of_a_rank"
 _IS_PART, _MESSAGE = "_gradient_is_of_a_rank", "_why_a_loss_must_not_read_it"
 
@@ -106,9 +106,10 @@ def mixing_behind(value: Tensor) -> str | None:
             continue
         if name == _REFUSED:
             if mixing:
-                return mixing.partition("Backward")[0]
+                return mixing
             continue
-        mixing = mixing or (name if name.startswith(_MIXING) else "")
+        operation = name.partition("Backward")[0]
+        mixing = mixing or (operation if operation in _MIXING else "")
         for edge in edges_behind(node, output):
             if (*edge, bool(mixing)) not in seen:
                 seen.add((*edge, bool(mixing)))
@@ -154,16 +155,19 @@ def _nodes_within(value: Tensor, but: str = "") -> Iterator[tuple[Any, str]]:
 def messages_of_parameters(model: nn.Module, layout: Layout, tp: int) -> dict[str, str]:
     """Say of parameters, by name, why no loss may read them: those of split layers of users, and lone ones.
 
-    Behind others there are collectives, or a loss of logits of which each rank has a part.
+    Behind others there are collectives, or a loss of logits of which each rank has a part. Where every layer is known,
+    nobody asks.
     """
-    found, planned = {}, list(layout.modules)
+    if not layout.is_tried:
+        return {}
+    found, planned, tried = {}, list(layout.modules), list(layout.terms)
     of_modules = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if outermost(planned, name) is not None
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = outermost(list(layout.terms), name)
+        layer = outermost(tried, name)
         if layer is not None:
             found[name] = message_within(layer, model.get_submodule(layer), tp)
         elif not layout.parameters[name].placement.is_replicate() and id(parameter) not in of_modules:

@@ -237,8 +237,9 @@ class ChildOnStream(SharedByCopies):
     def leave(self, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Cut the output; of several, the first is the stream, and the others are cut where they are like it."""
         if not torch.compiler.is_compiling():
-            output = with_originals(output, self._copied)
-            for container in self._copied:
+            copied, self._copied = self._copied, []
+            output = with_originals(output, copied)
+            for container in copied:
                 container.give_back()
         if not isinstance(output, tuple | list):
             return self._leave(output)
