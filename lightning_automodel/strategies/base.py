@@ -33,6 +33,7 @@ from lightning_automodel.loading.read_values import forget_changed
 from lightning_automodel.parallel.guards.gather_order import take_gathers
 from lightning_automodel.parallel.guards.hooks_of_users import refuse_gradient_hooks, warn_of_later_hooks
 from lightning_automodel.parallel.guards.prompts import refuse_shadows
+from lightning_automodel.parallel.tensor.origins import refuse_loss_of_slices
 from lightning_automodel.strategies import logging as metrics
 from lightning_automodel.strategies.callback_checks import check_callbacks
 from lightning_automodel.strategies.checkpoints import averaging
@@ -302,6 +303,7 @@ class SharedHooks(SavingStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        refuse_loss_of_slices(closure_loss)
         if self._module.automatic_optimization:
             self.note_reading(True)
 

@@ -2,6 +2,7 @@
 what no layer has given.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ from tests.exactness.test_beside import (
 )
 from tests.support import cuda_on_cpu
 from tests.support.comparison import batches, compare
+from tests.support.training import Recorder, make_trainer, tiny_llama
+from tests.support.training import batches as training_batches
 
 
 class Drawing(Attention):
@@ -86,6 +89,50 @@ class Decayed(WithSlopes):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         return SimpleNamespace(loss=super().forward(input_ids, labels).loss + self.slopes.square().sum())
+
+
+SEEN_BY_HOOKS: dict[tuple[str, str], tuple[Callable[[Any], Any], str]] = {
+    ("layers of users", "blocks.0.attention"): (lambda output: output[1], "a loss reads what is computed inside of"),
+    ("layers of users", "blocks.0.attention.q"): (lambda output: output, "a loss reads what is computed inside of"),
+    ("llama", "model.layers.0.mlp.act_fn"): (lambda output: output, "a loss reads what is computed inside of"),
+    ("llama", "model.layers.0.self_attn.v_proj"): (lambda output: output, "a loss reads what is computed inside of"),
+    ("cut llama", "model.layers.0"): (lambda output: output, "has a slice of the sequence there"),
+    ("cut llama", "model.layers.1.input_layernorm"): (lambda output: output, "has a slice of the sequence there"),
+}
+
+
+class Penalized(Recorder):
+    """Has a loss, in its training step, of what a hook has collected."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self.kind, self.name, self.seen = kind, name, []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build(Attention) if self.kind == "layers of users" else tiny_llama()
+            choose = SEEN_BY_HOOKS[self.kind, self.name][0]
+            hook = lambda module, args, output: self.seen.append(choose(output))  # noqa: E731
+            self.model.get_submodule(self.name).register_forward_hook(hook)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + self.seen.pop().square().mean()
+
+
+def fit_with_penalty(kind: str, name: str) -> str:
+    """Runs on each rank."""
+    plan, is_cut = (PLAN if kind == "layers of users" else None), kind == "cut llama"
+    config = FSDP2Config(tp_plan=plan, sequence_parallel=is_cut)
+    trainer = make_trainer({"tp": 2, "config": config}, max_epochs=1)
+    with pytest.raises(ValueError, match=SEEN_BY_HOOKS[kind, name][1]) as caught:
+        trainer.fit(Penalized(kind, name), training_batches(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), SEEN_BY_HOOKS)
+def test_losses_outside_of_the_model_of_what_hooks_see_are_refused(kind: str, name: str, pool2: Pool) -> None:
+    for said in pool2.run(fit_with_penalty, kind, name):
+        assert name.partition(".input_layernorm")[0].rpartition(".")[0] in said
 
 
 def error_of(kind: type[Attention], model: type[Model], **lever: Any) -> tuple[float, str]:

@@ -16,6 +16,7 @@ from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.mesh import DP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallel.draws.passes import draw_from
 from lightning_automodel.parallel.fsdp2.running import gradients_held
+from lightning_automodel.parallel.tensor.origins import refuse_loss_of_slices
 from lightning_automodel.parallelizer import parallelize
 from tests.support.training import whole
 
@@ -136,6 +137,7 @@ def _train(model: nn.Module, schedule: Schedule, ranks: list[int], draw: Callabl
             numbers.begin("train", step, i % schedule.micro_batches)
             with gradients_held(model, defer) if i < len(micro) - 1 else nullcontext():
                 loss = loss_of(model, batch) / len(micro)
+                refuse_loss_of_slices(loss)  # as strategies do
                 loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(model.parameters(), schedule.clip or float("inf"))

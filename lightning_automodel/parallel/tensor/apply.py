@@ -46,7 +46,7 @@ from lightning_automodel.parallel.tensor.beside import EnteringBeside, install_b
 from lightning_automodel.parallel.tensor.local_tensors import install_local_tensors
 from lightning_automodel.parallel.tensor.norms import install_norm, install_row_norm
 from lightning_automodel.parallel.tensor.numbers_of_heads import install_head_biases, install_head_masks
-from lightning_automodel.parallel.tensor.origins import message_within, note_entered
+from lightning_automodel.parallel.tensor.origins import message_within, note_entered, note_split
 from lightning_automodel.parallel.tensor.partial_sums import follow_partial_sums
 from lightning_automodel.parallel.tensor.recorded_shares import install_recorded_shares
 from lightning_automodel.parallel.tensor.sequence_parallel import install_sequence_parallel
@@ -100,6 +100,7 @@ def apply_tensor_parallel(
     install_beside(model, tp_mesh.get_group(), layout)
     install_local_tensors(model, tp_mesh, layout, streams, is_final=is_final, gathered_alone=gathered_alone)
     install_sliced_draws(model, tp_mesh.get_group(), twins, streams)
+    note_split(model)
     follow_partial_sums(model, layout, [Trial(one, tp_mesh) for one in tried])
     cut = sum(not found.placement.is_replicate() for found in layout.parameters.values())
     stream = f", the stream cut on {len(streams)} blocks" if streams else ""
@@ -158,7 +159,7 @@ def install_collectives(model: nn.Module, group: ProcessGroup, layout: Layout) -
         if module_layout.enter is Enter.ROW_NORM:
             install_row_norm(module, group)
             continue
-        is_told = layout.is_tried and module_layout.leave is Leave.NONE and outermost(blocks, name) is not None
+        is_told = module_layout.leave is Leave.NONE and outermost(blocks, name) is not None
         why = message_within(name, module, group.size()) if is_told else None
         if enter := _enter_function(module_layout.enter, group, why):
             module.register_forward_pre_hook(_Around(enter, every=False).enter, with_kwargs=True)
@@ -184,19 +185,22 @@ def install_copies(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
             return forward(*args, **kwargs)
         return giving_back(given, [*args, *kwargs.values()], lambda: forward(*args, **kwargs))[0]
 
-    of_all = _Around(partial(copy_in, group=group), every=True)
     for name, module_layout in layout.modules.items():
         if module_layout.enter is Enter.COPY_ALL:
             module = model.get_submodule(name)
-            why = message_within(name, module, group.size()) if name in layout.terms else None
-            copies = EnteringBeside(name, group, why) if layout.terms else of_all
-            wrap_forward(module, partial(around, copies))
+            why = message_within(name, module, group.size())
+            enter = EnteringBeside(name, group, why) if layout.terms else _Around(_copying_in(group, why), every=True)
+            wrap_forward(module, partial(around, enter))
+
+
+def _copying_in(group: ProcessGroup, why: str | None) -> Transform:
+    return lambda x: note_entered(copy_in(x, group), why)
 
 
 def _enter_function(enter: Enter, group: ProcessGroup, why: str | None) -> Transform | None:
     match enter:
         case Enter.COPY:
-            return lambda x: note_entered(copy_in(x, group), why)
+            return _copying_in(group, why)
         case Enter.SPLIT:
             return lambda x: split(x, -1, group)
         case Enter.DIVIDE:

@@ -133,7 +133,7 @@ class EnteringBeside:
         message: of the error where a loss reads what comes of it in the layer, and does not leave it.
     """
 
-    def __init__(self, name: str, group: ProcessGroup, message: str | None) -> None:
+    def __init__(self, name: str, group: ProcessGroup, message: str) -> None:
         self.name, self.group, self.message = name, group, message
         self._within: dict[str, bool] = {}
 
@@ -157,11 +157,7 @@ class EnteringBeside:
                 self._within[place] = found
             if found and (operation := mixing_behind(value)):
                 raise ValueError(_message_of_mixed(self.name, operation, self.group.size()))
-        return value if self._within.get(place, False) else self.note(copy_in(value, self.group))
-
-    def note(self, value: Tensor) -> Tensor:
-        """Note that ``value`` has entered the layer by a collective."""
-        return note_entered(value, self.message)
+        return value if self._within.get(place, False) else note_entered(copy_in(value, self.group), self.message)
 
 
 def same_container(value: tuple | list, changed: Iterable[Any]) -> Any:

@@ -104,7 +104,7 @@ def install_local_tensors(
                 stream = (streams or {}).get(outermost(own, module_name) or "") if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
                 local = _local_tensor(parameter_layout, size, tp_mesh, stream, is_final)
-                local = replace(local, is_told=layout.is_tried, message=messages.get(full))
+                local = replace(local, message=messages.get(full), is_told=layout.is_tried or full in messages)
                 if not layout.measured and full in layout.claimed:
                     local = replace(local, note=noting(model, full))
                 swaps[owner_name].add(module, name, local)

@@ -6,10 +6,12 @@
      |
      +-----> what a layer gives beside its sum, and refuses            an error with its message
      +-----> what entered a layer, or a rank's part of parameters      an error: no layer gave it, a hook saw it, say
+     +-----> a slice of the stream                                     an error, too: nobody has gathered it
 """
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ _WHOLE_AGAIN = {
 _COMPILED = "CompiledFunctionBackward"
 _OF_BLOCKS = {_COMPILED, "CheckpointFunctionBackward"}
 _LEAF = "AccumulateGrad"
-_TELLING = {_REFUSED, *_ENTERED, "_LocalBackward", _LEAF}
+_TELLING = {_REFUSED, *_ENTERED, *_WHOLE_AGAIN, "_LocalBackward", _LEAF}
 _MIXING = {
     *("Mean", "Sum", "Prod", "Var", "Std", "Norm", "LinalgVectorNorm", "Logsumexp", "Softmax", "LogSoftmax"),
     *("Max", "Min", "Amax", "Amin", "Cumsum", "Cumprod", "Sort", "Topk", "Roll", "Flip"),
@@ -43,6 +45,7 @@ _MIXING = {
 """Operations that may compute across heads or features, as graphs call them."""
 _SEEN = "_nothing_behind_is_of_a_rank"
 _IS_PART, _MESSAGE = "_gradient_is_of_a_rank", "_why_a_loss_must_not_read_it"
+_SPLIT: WeakSet[nn.Module] = WeakSet()
 
 
 def note_part(value: Any, message: str | None = None) -> None:
@@ -52,7 +55,7 @@ def note_part(value: Any, message: str | None = None) -> None:
 
 
 def note_entered(value: Tensor, message: str | None) -> Tensor:
-    """Note that ``value`` has entered a split layer by a collective; no loss may read what comes of it there."""
+    """Note that a collective has given ``value`` to a split layer, or cut it; no loss may read what comes of it."""
     if torch.compiler.is_compiling() or message is None:
         return value
     if value.grad_fn is not None:
@@ -119,13 +122,36 @@ def mixing_behind(value: Tensor) -> str | None:
 
 def refused_if_slice(value: Tensor) -> Tensor:
     """Return ``value``, whose gradient is an error where it reads what split layers hand to each other, or compute."""
+    why = _why_refused(value)
+    return value if why is None else refused(value, why)
+
+
+def note_split(model: nn.Module) -> None:
+    """Note that layers of ``model`` are split."""
+    _SPLIT.add(model)
+
+
+def refuse_loss_of_slices(loss: Tensor) -> None:
+    """Refuse a loss that reads what split layers compute, or hand to each other, past what their models return.
+
+    As hooks collect it. Where another layer reads the same, its gradient is none to refuse.
+
+    Raises:
+        ValueError: if it does.
+    """
+    why = _why_refused(loss) if _SPLIT else None
+    if why is not None:
+        raise ValueError(why)
+
+
+def _why_refused(value: Tensor) -> str | None:
     why = None
     for node, name in _nodes_within(value):
         if name in _OF_BLOCKS:  # the passes before a graph is compiled told
-            return value
+            return None
         if why is None and name in _TELLING:
             why = node.message if name == _REFUSED else getattr(_noted(node, name), _MESSAGE, None)
-    return value if why is None else refused(value, why)
+    return why
 
 
 def _noted(node: Any, name: str) -> Any:
@@ -142,10 +168,11 @@ def _nodes_within(value: Tensor, but: str = "") -> Iterator[tuple[Any, str]]:
     while left:
         node, output = left.pop()
         name = type(node).__name__
-        if node is None or name in _WHOLE_AGAIN or (but and but in node.metadata):
+        is_end = name in _ENTERED or name in _WHOLE_AGAIN
+        if node is None or (name in _WHOLE_AGAIN and not hasattr(node, _MESSAGE)) or (but and but in node.metadata):
             continue
         yield node, name
-        if name not in _ENTERED:
+        if not is_end:
             for edge in edges_behind(node, output) if name in HANDS_ON else node.next_functions:
                 if edge not in seen:
                     seen.add(edge)
@@ -153,24 +180,21 @@ def _nodes_within(value: Tensor, but: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def messages_of_parameters(model: nn.Module, layout: Layout, tp: int) -> dict[str, str]:
-    """Say of parameters, by name, why no loss may read them: those of split layers of users, and lone ones.
+    """Say of parameters, by name, why no loss may read them: those of split layers, and of users' models lone ones.
 
-    Behind others there are collectives, or a loss of logits of which each rank has a part. Where every layer is known,
-    nobody asks.
+    Behind others there are collectives, or a loss of logits of which each rank has a part.
     """
-    if not layout.is_tried:
-        return {}
-    found, planned, tried = {}, list(layout.modules), list(layout.terms)
+    found, planned = {}, list(layout.modules)
     of_modules = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if outermost(planned, name) is not None
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = outermost(tried, name)
+        layer, is_whole = outermost(layout.boundaries, name), layout.parameters[name].placement.is_replicate()
         if layer is not None:
             found[name] = message_within(layer, model.get_submodule(layer), tp)
-        elif not layout.parameters[name].placement.is_replicate() and id(parameter) not in of_modules:
+        elif layout.is_tried and not is_whole and id(parameter) not in of_modules:
             found[name] = _message_of_lone(name, tp)
     return found
 
@@ -183,6 +207,15 @@ def message_within(name: str, module: nn.Module, tp: int) -> str:
         "and gradients would be summed. Return it beside the first output of that layer; or leave its layers whole, "
         f"with a rule 'replicate' for each of them ({wildcard(name)}.*) in "
         "FSDP2Config(tp_plan={'extends': 'model', ...})"
+    )
+
+
+def message_of_slice(name: str, module: nn.Module, tp: int) -> str:
+    """Say why no loss may read the residual stream where it is cut on the sequence."""
+    return (
+        f"a loss reads what enters or leaves {name} ({type(module).__name__}), or what comes of it, and one of {tp} tp "
+        "ranks has a slice of the sequence there (sequence_parallel=True): other numbers than one process has. Read "
+        "what the model returns (output_hidden_states=True), or use sequence_parallel=False"
     )
 
 

@@ -32,7 +32,7 @@ from lightning_automodel.modules.wrappers import name_without_wrappers
 from lightning_automodel.parallel.given_containers import Copied, changed, copies_of, with_originals
 from lightning_automodel.parallel.lone_parts import is_called_alone
 from lightning_automodel.parallel.tensor.beside import EnteringBeside, same_container
-from lightning_automodel.parallel.tensor.origins import message_within
+from lightning_automodel.parallel.tensor.origins import message_of_slice, message_within, note_entered
 from lightning_automodel.parallel.tensor.stream import LENGTH, Stream, is_float
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, ChildCollectives, SequenceLayout
 
@@ -59,11 +59,14 @@ def install_sequence_parallel(
             streams[name] = stream
             place = name_without_wrappers(name)
             is_first, is_last = place == first, place == last
-            BlockOnStream(stream, name, is_first=is_first, is_last=is_last).install(model.get_submodule(name))
+            block = model.get_submodule(name)
+            why = message_of_slice(name, block, group.size())
+            BlockOnStream(stream, name, why, is_first=is_first, is_last=is_last).install(block)
             for child, collectives in layout.children[name].items():
                 module = model.get_submodule(child)
-                entering = EnteringBeside(child, group, message_within(child, module, group.size())) if own else None
-                ChildOnStream(stream, child, collectives, entering).install(module)
+                within = message_within(child, module, group.size())
+                entering = EnteringBeside(child, group, within) if own else None
+                ChildOnStream(stream, child, collectives, (within, why), entering).install(module)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_hook(partial(_gather_recorded, group))
@@ -96,12 +99,13 @@ class BlockOnStream(SharedByCopies):
     Args:
         stream: that the block runs on.
         name: of the block.
+        why: no loss may read a slice of the stream.
         is_first: it receives the whole stream.
         is_last: it returns the whole stream.
     """
 
-    def __init__(self, stream: Stream, name: str, *, is_first: bool, is_last: bool) -> None:
-        self.stream, self.name, self.is_first, self.is_last = stream, name, is_first, is_last
+    def __init__(self, stream: Stream, name: str, why: str, *, is_first: bool, is_last: bool) -> None:
+        self.stream, self.name, self.why, self.is_first, self.is_last = stream, name, why, is_first, is_last
         self.arguments: list[str] = []
         self.cut_names: set[str] = set()
 
@@ -149,7 +153,7 @@ class BlockOnStream(SharedByCopies):
         stream = self.stream
         if name not in self.cut_names or not stream.is_whole(x) or stream.is_slice(x):
             return x
-        part = split(x, 1, stream.group)
+        part = note_entered(split(x, 1, stream.group), self.why)
         setattr(part, LENGTH, stream.length)  # transformers may record it
         return part
 
@@ -190,13 +194,20 @@ class ChildOnStream(SharedByCopies):
         stream: that the block runs on.
         name: of the child.
         collectives: which of them the child takes.
+        why: no loss may read what is computed inside, and none a slice of what leaves.
         entering: copies in what is whole, where not all is.
     """
 
     def __init__(
-        self, stream: Stream, name: str, collectives: ChildCollectives, entering: EnteringBeside | None = None
+        self,
+        stream: Stream,
+        name: str,
+        collectives: ChildCollectives,
+        why: tuple[str, str],
+        entering: EnteringBeside | None,
     ) -> None:
         self.stream, self.name, self.collectives, self.entering = stream, name, collectives, entering
+        self.why_within, self.why_of_slice = why
         self._copied: list[Copied] = []
 
     def install(self, child: nn.Module) -> None:
@@ -225,14 +236,15 @@ class ChildOnStream(SharedByCopies):
             return self._gather(value)
         if not self.collectives.sums_gradients or not is_float(value):
             return value
-        return self.entering.copy(value, place) if self.entering else copy_in(value, self.stream.group)
+        if self.entering:
+            return self.entering.copy(value, place)
+        return note_entered(copy_in(value, self.stream.group), self.why_within)
 
     def _gather(self, value: Tensor) -> Tensor:
         assert self.stream.length is not None
         if not self.collectives.sums_gradients:
             return gather(value, 1, self.stream.length, self.stream.group)
-        entered = gather_in(value, 1, self.stream.length, self.stream.group)
-        return self.entering.note(entered) if self.entering else entered
+        return note_entered(gather_in(value, 1, self.stream.length, self.stream.group), self.why_within)
 
     def leave(self, child: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Cut the output; of several, the first is the stream, and the others are cut where they are like it."""
@@ -266,7 +278,7 @@ class ChildOnStream(SharedByCopies):
 
     def _cut(self, value: Tensor) -> Tensor:
         cut = scatter_out if self.collectives.sums_output else split
-        return cut(value, 1, self.stream.group)
+        return note_entered(cut(value, 1, self.stream.group), self.why_of_slice)
 
     def _cut_flat(self, value: Tensor) -> Tensor:
         return self._cut(self.stream.unflatten(value, whole=True)).flatten(0, 1)
