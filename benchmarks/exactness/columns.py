@@ -76,6 +76,7 @@ EXPERTS = (
     "gpt_oss",
     "granitemoe",
     "lfm2_moe",
+    "llama4_text",
     "minimax",
     "nemotron_h",
     "qwen3_5_moe_text",

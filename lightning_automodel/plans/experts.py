@@ -1,7 +1,10 @@
 """Finds the modules that hold stacked experts, and says which rank computes which of them.
 
-What is needed of a module is one seam: ``forward(hidden, top_k_index, top_k_weights)`` with hidden states [tokens,
-hidden], and for each token the indices and weights [tokens, k] of its experts; its own parameters are [experts, ...].
+What is needed of a module is one of two seams; its own parameters are [experts, ...]:
+
+* ``forward(hidden, top_k_index, top_k_weights)`` with hidden states [tokens, hidden], and for each token the indices
+  and weights [tokens, k] of its experts;
+* ``forward(hidden)`` with [experts * rows, hidden], as many rows for each expert, those of one below those of another.
 """
 
 import inspect
@@ -32,12 +35,14 @@ class StackedExperts:
         number: of experts.
         stacked: its parameters, [number, ...] each.
         counts: its attributes that hold the number.
+        sorts_rows: whoever calls it gives it rows for each expert, and no routes.
     """
 
     name: str
     number: int
     stacked: tuple[str, ...]
     counts: tuple[str, ...]
+    sorts_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,12 @@ def stacked_experts(name: str, module: nn.Module) -> StackedExperts | None:
     number = min(parameters[key].shape[0] for key in stacked)
     if number == 1:
         return None
-    return StackedExperts(name, number, stacked, tuple(key for key, value in counts.items() if value == number))
+    of_number = tuple(key for key, value in counts.items() if value == number)
+    return StackedExperts(name, number, stacked, of_number, sorts_rows=len(_inputs_of(module)) == 1)
+
+
+def _inputs_of(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -167,11 +177,12 @@ def _check_seam(name: str, module: nn.Module, experts: StackedExperts, ep: int) 
             f"ep={ep}: the parameters of {kind} are not of one number of experts ({listed}), because some experts "
             f"return what they are given; {instead}"
         )
-    inputs = list(inspect.signature(type(module).forward).parameters)[1:]
-    if len(inputs) != 3:
+    inputs = _inputs_of(module)
+    if len(inputs) != 3 and not experts.sorts_rows:
         raise ValueError(
             f"ep={ep}: the experts of {kind} are called with ({', '.join(inputs)}) and not with (hidden_states, "
-            f"top_k_index, top_k_weights): which rows belong to which tokens is not known; {instead}"
+            "top_k_index, top_k_weights), or with the rows of one expert below those of the other: which rows belong "
+            f"to which experts is not known; {instead}"
         )
     others = [key for key, _ in module.named_parameters() if key not in experts.stacked]
     if others:

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "saved mlp": {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["mlp"]},
     "saved block": {"target_modules": ["q_proj"], "modules_to_save": ["layers.1"]},
     "experts": {"target_modules": "all-linear", "target_parameters": [f"experts.{name}" for name in EXPERTS]},
+    "stacked": {"target_modules": ["q_proj"], "target_parameters": [f"experts.{name}" for name in EXPERTS]},
     "table": {"target_modules": ["q_proj"], "target_parameters": ["embed_tokens.weight", "o_proj.weight"]},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
     "ia3": {"target_modules": ["k_proj", "q_proj", "o_proj", "down_proj"], "feedforward_modules": ["down_proj"]},

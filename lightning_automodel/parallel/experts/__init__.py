@@ -15,6 +15,7 @@ tp stays inside of each expert.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +31,16 @@ from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.experts.adapters import take_factors
-from lightning_automodel.parallel.experts.check import check_experts
+from lightning_automodel.parallel.experts.check import check_experts, ignores_zeros
 from lightning_automodel.parallel.experts.dispatch import (
     Dispatcher,
     Routes,
     Rows,
     dispatch,
     find_routes,
-    one_expert_per_row,
     sharing_gradients,
 )
-from lightning_automodel.parallel.experts.seam import mark_as_seam, routed
+from lightning_automodel.parallel.experts.seam import mark_as_seam, one_expert_per_row, only_rows_that_count, routed
 from lightning_automodel.plans.experts import Owners, StackedExperts, find_experts
 
 _OF_RANK = "_experts_of_this_rank"
@@ -70,10 +70,12 @@ class ExpertParallel:
     Attributes:
         axes: over which tokens travel, and experts are sharded.
         found: the modules of experts by name.
+        ignoring: those of them to which rows of zeros need not travel.
     """
 
     axes: ExpertAxes
     found: dict[str, StackedExperts]
+    ignoring: set[str]
 
     @classmethod
     def of(cls, model: nn.Module, axes: ExpertAxes) -> "ExpertParallel | None":
@@ -84,7 +86,9 @@ class ExpertParallel:
         """
         found = find_experts(model, axes.shards, axes.ep.size())
         check_experts(model, found.values(), "use ep=1, where FSDP2 gathers the experts")
-        return cls(axes, found) if found else None
+        sorting = {name: unwrapped(model.get_submodule(name)) for name, experts in found.items() if experts.sorts_rows}
+        ignoring = {name for name, module in sorting.items() if ignores_zeros(module, found[name])}
+        return cls(axes, found, ignoring) if found else None
 
     def divide(self, model: nn.Module, dispatcher: Dispatcher | None = None) -> None:
         """Leave each rank the experts that it computes, and let tokens travel to them; in place, values by slices.
@@ -105,7 +109,8 @@ class ExpertParallel:
                 setattr(module, name, owners.local)
             of_rank = ExpertsOfRank(experts.number, experts.stacked, group)
             vars(module)[_OF_RANK] = of_rank
-            wrap_forward(module, _Travel(experts.name, owners.places(), of_rank, dispatcher))
+            ignores_zeros = experts.name in self.ignoring
+            wrap_forward(module, _Travel(experts, ignores_zeros, owners.places(), of_rank, dispatcher))
             mark_as_seam(module)
         log(
             f"{class_names(model)[0]}: ep={group.size()} lets tokens travel to the experts of {len(self.found)} "
@@ -144,14 +149,27 @@ def _rows(value: Tensor, mine: Tensor, name: str) -> Tensor:
 class _Travel(SharedByCopies):
     """Replaces what experts do with the tokens of one rank by what they do with those of all ranks of a group."""
 
-    def __init__(self, name: str, places: Tensor, of_rank: ExpertsOfRank, dispatcher: Dispatcher | None) -> None:
-        self._name, self._places, self._of_rank, self._dispatcher = name, places, of_rank, dispatcher
+    def __init__(
+        self,
+        experts: StackedExperts,
+        ignores_zeros: bool,
+        places: Tensor,
+        of_rank: ExpertsOfRank,
+        dispatcher: Dispatcher | None,
+    ) -> None:
+        self._experts, self._ignores_zeros, self._places = experts, ignores_zeros, places
+        self._of_rank, self._dispatcher = of_rank, dispatcher
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        hidden, index, weights = routed(module, args, kwargs)
+        hidden, index, weights = routed(module, self._experts, args, kwargs)
         self._places, group = self._places.to(index.device), self._of_rank.group
-        run = sharing_gradients(one_expert_per_row(forward), group.size())
+        run = one_expert_per_row(forward, self._experts, self._experts.number // group.size())
+        travel = partial(self._travel, sharing_gradients(run, group.size()))
+        return (only_rows_that_count(travel) if self._ignores_zeros else travel)(hidden, index, weights)
+
+    def _travel(self, run: Rows, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        group = self._of_rank.group
         if self._dispatcher is not None:
             return self._dispatcher(hidden, index, weights, self._counting(run), self._places, group)
         routes = find_routes(index, self._places, group)
@@ -159,7 +177,7 @@ class _Travel(SharedByCopies):
         try:
             return dispatch(hidden, weights, run, routes, group)
         except torch.OutOfMemoryError as error:
-            error.add_note(_why_so_many(self._name, routes))
+            error.add_note(_why_so_many(self._experts.name, routes))
             raise
 
     def _counting(self, run: Rows) -> Rows:

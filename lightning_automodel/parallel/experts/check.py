@@ -12,6 +12,7 @@ from lightning_automodel._compat.transformers.models import experts_run_eagerly
 from lightning_automodel.distributed.random_numbers import places_of_generators
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.wrappers import unwrapped
+from lightning_automodel.parallel.experts.seam import one_expert_per_row
 from lightning_automodel.parallel.traces import WithoutDropout, leaving_no_trace
 from lightning_automodel.plans.experts import StackedExperts
 
@@ -41,6 +42,31 @@ def check_experts(model: nn.Module, found: Iterable[StackedExperts], instead: st
             )
 
 
+def ignores_zeros(module: nn.Module, experts: StackedExperts) -> bool:
+    """Tell whether nothing comes of a row of zeros in a module that sorts its rows, and no gradient: it may stay away.
+
+    Of two experts with random weights, as above.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = _random_weights(module, experts, generator)
+    given = [value.requires_grad_() for value in values.values()]
+    with torch.enable_grad(), leaving_no_trace(module), WithoutDropout():
+        for name in experts.counts:
+            setattr(module, name, _EXPERTS)
+        rows = given[0].new_zeros(_ROWS, _width(module, experts, values)).requires_grad_()
+        output = functional_call(module, values, (rows,))
+        if is_fake(output):
+            return False
+        drawn = torch.randn(output.shape, generator=generator)
+        gradients = torch.autograd.grad(output, [rows, *given], drawn, allow_unused=True)
+    return not any(value is not None and value.any() for value in (output, *gradients))
+
+
+def _random_weights(module: nn.Module, experts: StackedExperts, generator: torch.Generator) -> dict[str, Tensor]:
+    shapes = {name: own_parameters(module)[name].shape for name in experts.stacked}  # type: ignore[union-attr]
+    return {name: torch.randn((_EXPERTS, *shape[1:]), generator=generator) * 0.02 for name, shape in shapes.items()}
+
+
 def _computes_rows_apart(module: nn.Module, experts: StackedExperts) -> bool:
     """Compare what two random experts make of random rows with the weighted sum of what each makes of a few of them.
 
@@ -48,37 +74,60 @@ def _computes_rows_apart(module: nn.Module, experts: StackedExperts) -> bool:
     of ``module`` are not looked at, and may be on the meta device.
     """
     generator = torch.Generator().manual_seed(0)
-    shapes = {name: own_parameters(module)[name].shape for name in experts.stacked}  # type: ignore[union-attr]
-    values = {name: torch.randn((_EXPERTS, *shape[1:]), generator=generator) * 0.02 for name, shape in shapes.items()}
-    hidden = torch.randn(_ROWS, _width(module, shapes), generator=generator)
-    weights, rows = torch.rand(_ROWS, 2, generator=generator), torch.arange(_ROWS)
-    both, one = torch.stack([rows % 2, 1 - rows % 2], dim=1), (rows % (_OFTEN + 1) == _OFTEN).long()[:, None]
+    values = _random_weights(module, experts, generator)
+    hidden = torch.randn(_ROWS, _width(module, experts, values), generator=generator)
+    weights = torch.rand(_ROWS, 2, generator=generator)
     with torch.no_grad(), leaving_no_trace(module), experts_run_eagerly(module), WithoutDropout():
         for name in experts.counts:
             setattr(module, name, _EXPERTS)
         return all(
-            _is_sum_of_rows(module.train(training), values, hidden, index, weights[:, : index.shape[1]])
+            _is_sum_of_rows(module.train(training), experts, values, hidden, index, weights[:, : index.shape[1]])
             for training in (False, True)
-            for index in (both, one)
+            for index in _routes(experts)
         )
 
 
+def _routes(experts: StackedExperts) -> list[Tensor]:
+    """List routes of the rows [rows, k], to two experts."""
+    rows = torch.arange(_ROWS)
+    if experts.sorts_rows:
+        return [(rows * _EXPERTS // _ROWS)[:, None]]
+    return [torch.stack([rows % 2, 1 - rows % 2], dim=1), (rows % (_OFTEN + 1) == _OFTEN).long()[:, None]]
+
+
 def _is_sum_of_rows(
-    module: nn.Module, values: dict[str, Tensor], hidden: Tensor, index: Tensor, weights: Tensor
+    module: nn.Module,
+    experts: StackedExperts,
+    values: dict[str, Tensor],
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
 ) -> bool:
-    before = places_of_generators()
-    together = functional_call(module, values, (hidden, index, weights))
+    def forward(*inputs: Tensor) -> Tensor:
+        return functional_call(module, values, inputs)
+
+    before, run = places_of_generators(), one_expert_per_row(forward, experts, _EXPERTS)
+    if experts.sorts_rows:
+        weights = torch.ones_like(weights)
+    try:
+        together = forward(hidden) if experts.sorts_rows else forward(hidden, index, weights)
+    except RuntimeError:
+        if experts.sorts_rows:  # it reads rows otherwise
+            return False
+        raise
     if is_fake(together):
         return True
     expected = torch.zeros_like(together)
     for rows in torch.randperm(_ROWS, generator=torch.Generator().manual_seed(0)).split(_APART):
         for route, weight in zip(index[rows].split(1, dim=1), weights[rows].split(1, dim=1), strict=True):
-            expected[rows] += functional_call(module, values, (hidden[rows], route, torch.ones_like(weight))) * weight
+            expected[rows] += run(hidden[rows], route.squeeze(1)) * weight
     error, bound = (together - expected).norm(), _TOLERANCE * expected.norm()
     return places_of_generators() != before or bool(error <= bound)  # of NaN nothing is true
 
 
-def _width(module: nn.Module, shapes: dict[str, torch.Size]) -> int:
+def _width(module: nn.Module, experts: StackedExperts, values: dict[str, Tensor]) -> int:
     """Read the width of the hidden states off the last matrix, [experts, hidden, inner] or, turned, the other way."""
-    last = [shape for shape in shapes.values() if len(shape) == 3][-1]
-    return last[2] if getattr(module, "is_transposed", False) else last[1]
+    matrices = [value.shape for value in values.values() if value.ndim == 3]
+    first, last = matrices[0], matrices[-1]
+    is_turned = getattr(module, "is_transposed", experts.sorts_rows and first[1] == last[2])  # as products of batches
+    return last[2] if is_turned else last[1]

@@ -16,7 +16,6 @@ are not for it. Nothing is dropped and nothing is added up out of order, so equa
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,11 +119,6 @@ def _run(run: Rows, rows: Tensor, experts: Tensor) -> Tensor:
         return run(rows, experts)
     row = rows.new_zeros(1, rows.shape[1]) + rows.sum(0, keepdim=True)
     return run(row, experts.new_zeros(1))[:0]
-
-
-def one_expert_per_row(forward: Callable[..., Any]) -> Rows:
-    """Make the function that runs each row through one expert, of experts that are called by top-k routes."""
-    return lambda rows, experts: forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
 
 
 def sharing_gradients(run: Rows, ranks: int) -> Rows:

@@ -21,8 +21,8 @@ from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.parallel.experts.check import check_experts
-from lightning_automodel.parallel.experts.dispatch import one_expert_per_row, select
-from lightning_automodel.parallel.experts.seam import mark_as_seam, routed
+from lightning_automodel.parallel.experts.dispatch import select
+from lightning_automodel.parallel.experts.seam import mark_as_seam, one_expert_per_row, routed
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.experts import Owners, StackedExperts, stacked_experts
 from lightning_automodel.plans.selection import wildcard
@@ -74,19 +74,19 @@ def route_to_own_experts(model: nn.Module, found: dict[str, StackedExperts], gro
         module, owners = model.get_submodule(name), Owners(experts.number, group.size())
         for count in experts.counts:
             setattr(module, count, owners.local)
-        wrap_forward(module, _OwnRoutes(owners.places(), group))
+        wrap_forward(module, _OwnRoutes(experts, owners.places(), group))
         mark_as_seam(module)
     if found:
         log(f"{class_names(model)[0]}: tp={group.size()} divides whole experts of {len(found)} modules")
 
 
 class _OwnRoutes(SharedByCopies):
-    def __init__(self, places: Tensor, group: ProcessGroup) -> None:
-        self._places, self._group = places, group
+    def __init__(self, experts: StackedExperts, places: Tensor, group: ProcessGroup) -> None:
+        self._experts, self._places, self._group = experts, places, group
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        hidden, index, weights = routed(module, args, kwargs)
-        self._places = self._places.to(index.device)
-        run, ranks = one_expert_per_row(forward), self._group.size()
+        hidden, index, weights = routed(module, self._experts, args, kwargs)
+        self._places, ranks = self._places.to(index.device), self._group.size()
+        run = one_expert_per_row(forward, self._experts, self._experts.number // ranks)
         return select(hidden, index, weights, run, self._places, self._group.rank(), ranks)

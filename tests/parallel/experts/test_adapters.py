@@ -16,7 +16,7 @@ def errors(cases: list[tuple[str, str]], sizes: dict[str, int]) -> dict[str, tup
 
 @pytest.mark.slow
 def test_factors_of_experts_over_every_axis(pool4: Pool) -> None:
-    check([("gpt_oss", "experts")], "dp_shard=2 x tp=2 x ep=2", pool4)
+    check([("gpt_oss", "experts"), ("llama4_text", "stacked")], "dp_shard=2 x tp=2 x ep=2", pool4)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from tests.support.marks import with_long
 from tests.support.run_family import Run
 
 SCHEDULE = Schedule(steps=3, micro_batches=2, clip=0.5)
-FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "llama4_text"]
 EIGHT = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}  # two chunks of each rank, in strides
 SIZES = {
     "dp_shard=4 x ep=2": {"dp_shard": 4, "ep": 2},
