@@ -92,12 +92,16 @@ class Decayed(WithSlopes):
 
 
 SEEN_BY_HOOKS: dict[tuple[str, str], tuple[Callable[[Any], Any], str]] = {
-    ("layers of users", "blocks.0.attention"): (lambda output: output[1], "a loss reads what is computed inside of"),
+    ("layers of users", "blocks.0.attention"): (lambda output: output[1], "returns beside its first output"),
     ("layers of users", "blocks.0.attention.q"): (lambda output: output, "a loss reads what is computed inside of"),
     ("llama", "model.layers.0.mlp.act_fn"): (lambda output: output, "a loss reads what is computed inside of"),
     ("llama", "model.layers.0.self_attn.v_proj"): (lambda output: output, "a loss reads what is computed inside of"),
     ("cut llama", "model.layers.0"): (lambda output: output, "has a slice of the sequence there"),
     ("cut llama", "model.layers.1.input_layernorm"): (lambda output: output, "has a slice of the sequence there"),
+    ("cut llama of trained norms", "model.layers.0.input_layernorm"): (
+        lambda output: output,
+        "has a slice of the sequence there",
+    ),
 }
 
 
@@ -114,6 +118,9 @@ class Penalized(Recorder):
             choose = SEEN_BY_HOOKS[self.kind, self.name][0]
             hook = lambda module, args, output: self.seen.append(choose(output))  # noqa: E731
             self.model.get_submodule(self.name).register_forward_hook(hook)
+            if "norms" in self.kind:  # nothing that enters the first block has a gradient
+                for name, parameter in self.model.named_parameters():
+                    parameter.requires_grad_("norm" in name)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         return super().loss(batch) + self.seen.pop().square().mean()
@@ -121,7 +128,7 @@ class Penalized(Recorder):
 
 def fit_with_penalty(kind: str, name: str) -> str:
     """Runs on each rank."""
-    plan, is_cut = (PLAN if kind == "layers of users" else None), kind == "cut llama"
+    plan, is_cut = (PLAN if kind == "layers of users" else None), kind.startswith("cut llama")
     config = FSDP2Config(tp_plan=plan, sequence_parallel=is_cut)
     trainer = make_trainer({"tp": 2, "config": config}, max_epochs=1)
     with pytest.raises(ValueError, match=SEEN_BY_HOOKS[kind, name][1]) as caught:
@@ -135,6 +142,21 @@ def test_losses_outside_of_the_model_of_what_hooks_see_are_refused(kind: str, na
         assert name.partition(".input_layernorm")[0].rpartition(".")[0] in said
 
 
+class Watched(Model):
+    """Has a loss of what hooks of a user see leave whole layers and blocks, beside the first output, too."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocks[0].ffn.register_forward_hook(lambda ffn, args, output: ffn.seen.extend([output[0], output[1][1]]))
+        self.blocks[1].register_forward_hook(lambda block, args, output: block.seen.extend([output[0], output[2]]))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        seen: list[Tensor] = []
+        self.blocks[0].ffn.seen = self.blocks[1].seen = seen
+        loss = super().forward(input_ids, labels).loss
+        return SimpleNamespace(loss=loss + sum(value.square().mean() for value in seen))
+
+
 def error_of(kind: type[Attention], model: type[Model], **lever: Any) -> tuple[float, str]:
     """Runs on each rank."""
     make = partial(build, kind, model=model)
@@ -143,6 +165,12 @@ def error_of(kind: type[Attention], model: type[Model], **lever: Any) -> tuple[f
 
 def test_draws_for_as_many_heads_as_rows_have_parts_are_exact(pool2: Pool) -> None:
     for error in pool2.run(error_of, Drawing, Model):
+        assert error[0] <= BOUND, error
+
+
+@pytest.mark.parametrize("lever", LEVERS[:3], ids=str)
+def test_hooks_see_whole_values_beside_the_first_output(lever: dict[str, Any], pool2: Pool) -> None:
+    for error in pool2.run(error_of, Attention, Watched, **lever):
         assert error[0] <= BOUND, error
 
 

@@ -56,7 +56,9 @@ def install_beside(model: nn.Module, group: ProcessGroup, layout: Layout) -> Non
     for name in layout.terms:
         if name not in layout.modules or layout.modules[name].leave is not Leave.REDUCE_ALL:
             module = model.get_submodule(name)
-            module.register_forward_hook(_Leaving(group, _message(name, module, group.size())), with_kwargs=True)
+            leaving = _Leaving(group, _message(name, module, group.size()))
+            # Before the hooks of users, whose losses may read what is whole.
+            module.register_forward_hook(leaving, with_kwargs=True, prepend=True)
             wrap_forward(module, _Writing(_message_of_written(name, module, group.size())))
     for name in layout.holders:
         model.get_submodule(name).register_forward_hook(_mark_parts)

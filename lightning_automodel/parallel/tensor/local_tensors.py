@@ -26,7 +26,12 @@ from lightning_automodel.modules.parameter_swap import ParameterSwap
 from lightning_automodel.modules.structure import find_blocks, find_large_ends, outermost
 from lightning_automodel.modules.wrappers import is_wrapper, name_without_wrappers
 from lightning_automodel.parallel.activation_checkpointing.blocks import has_switch
-from lightning_automodel.parallel.tensor.origins import messages_of_parameters, note_part
+from lightning_automodel.parallel.tensor.origins import (
+    message_of_slice,
+    messages_of_parameters,
+    note_entered,
+    note_part,
+)
 from lightning_automodel.parallel.tensor.replicated_gradients import noting
 from lightning_automodel.parallel.tensor.stream import Stream
 from lightning_automodel.plans import Layout, ParameterLayout
@@ -50,6 +55,8 @@ class _LocalTensor:
     """layers ask of what enters them whether its gradient is a rank's own"""
     message: str | None = None
     """of the error where a loss reads what comes of it; ``None``: a loss may"""
+    why_sliced: str | None = None
+    """of that where it reads what comes of it while the stream is cut"""
 
     def __call__(self, parameter: DTensor) -> Tensor:
         partial = self.stream is not None and self.stream.length is not None
@@ -58,6 +65,8 @@ class _LocalTensor:
         is_own = self.is_told and not self.gradient.is_replicate()
         if is_own and local.grad_fn is not None and not torch.compiler.is_compiling():
             note_part(local.grad_fn, self.message)
+        elif partial:
+            note_entered(local, self.why_sliced)
         if self.note is not None and local.requires_grad and not torch.compiler.is_compiling():
             local.register_hook(self.note)
         if self.rows:
@@ -93,6 +102,7 @@ def install_local_tensors(
     own, alone = [*find_blocks(model), *first, *last], set(gathered_alone)
     # Where parameters are sharded as well, others in their place are found, or put there, by what shards.
     messages = messages_of_parameters(model, layout, tp_mesh.size())
+    of_slices = {name: message_of_slice(name, model.get_submodule(name), tp_mesh.size()) for name in streams or {}}
     swaps = {name: ParameterSwap(stored=DTensor, refuses_others=is_final) for name in ("", *own, *alone)}
     for module_name, module in _in_each_block(model, own):
         of_layer = name_without_wrappers(module_name)
@@ -101,10 +111,12 @@ def install_local_tensors(
         for name in own_parameters(module):
             full = f"{module_name}.{name}".removeprefix(".")
             if (parameter_layout := layout.parameters.get(full)) is not None:
-                stream = (streams or {}).get(outermost(own, module_name) or "") if parameter_layout.sliced else None
+                block = outermost(own, module_name) or ""
+                stream = (streams or {}).get(block) if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
                 local = _local_tensor(parameter_layout, size, tp_mesh, stream, is_final)
                 local = replace(local, message=messages.get(full), is_told=layout.is_tried or full in messages)
+                local = replace(local, why_sliced=of_slices.get(block))
                 if not layout.measured and full in layout.claimed:
                     local = replace(local, note=noting(model, full))
                 swaps[owner_name].add(module, name, local)
