@@ -96,6 +96,7 @@ SEEN_BY_HOOKS: dict[tuple[str, str], tuple[Callable[[Any], Any], str]] = {
     ("layers of users", "blocks.0.attention.q"): (lambda output: output, "a loss reads what is computed inside of"),
     ("llama", "model.layers.0.mlp.act_fn"): (lambda output: output, "a loss reads what is computed inside of"),
     ("llama", "model.layers.0.self_attn.v_proj"): (lambda output: output, "a loss reads what is computed inside of"),
+    ("llama whose loss is a graph", "model.layers.0.mlp.act_fn"): (lambda output: output, "is computed inside of"),
     ("cut llama", "model.layers.0"): (lambda output: output, "has a slice of the sequence there"),
     ("cut llama", "model.layers.1.input_layernorm"): (lambda output: output, "has a slice of the sequence there"),
     ("cut llama of trained norms", "model.layers.0.input_layernorm"): (
@@ -123,7 +124,10 @@ class Penalized(Recorder):
                     parameter.requires_grad_("norm" in name)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss(batch) + self.seen.pop().square().mean()
+        loss = super().loss(batch)
+        if "graph" in self.kind:
+            loss = torch.compile(torch.sqrt, backend="aot_eager")(loss)
+        return loss + self.seen.pop().square().mean()
 
 
 def fit_with_penalty(kind: str, name: str) -> str:

@@ -9,7 +9,7 @@
      +-----> a slice of the stream                                     an error, too: nobody has gathered it
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -145,13 +145,12 @@ def refuse_loss_of_slices(loss: Tensor) -> None:
 
 
 def _why_refused(value: Tensor) -> str | None:
-    why = None
-    for node, name in _nodes_within(value):
-        if name in _OF_BLOCKS:  # the passes before a graph is compiled told
-            return None
-        if why is None and name in _TELLING:
+    for node, name in _nodes_within(value, ends=_OF_BLOCKS):  # the passes before a graph was compiled told of it
+        if name in _TELLING:
             why = node.message if name == _REFUSED else getattr(_noted(node, name), _MESSAGE, None)
-    return why
+            if why is not None:
+                return why
+    return None
 
 
 def _noted(node: Any, name: str) -> Any:
@@ -159,16 +158,17 @@ def _noted(node: Any, name: str) -> Any:
     return node.variable if name == _LEAF else node
 
 
-def _nodes_within(value: Tensor, but: str = "") -> Iterator[tuple[Any, str]]:
+def _nodes_within(value: Tensor, but: str = "", ends: Container[str] = ()) -> Iterator[tuple[Any, str]]:
     """Yield the nodes of the graph of ``value``, and their names, back to where values entered a split layer, or left
-    one whole, ``but`` for what is behind nodes with such a note. In every pass: it is to be quick.
+    one whole, or to nodes of other names that are ``ends``, ``but`` for what is behind nodes with such a note. In every
+    pass: it is to be quick.
     """
     left: list[tuple[Any, int]] = [(value.grad_fn, value.output_nr)]
     seen = set(left)
     while left:
         node, output = left.pop()
         name = type(node).__name__
-        is_end = name in _ENTERED or name in _WHOLE_AGAIN
+        is_end = name in _ENTERED or name in _WHOLE_AGAIN or name in ends
         if node is None or (name in _WHOLE_AGAIN and not hasattr(node, _MESSAGE)) or (but and but in node.metadata):
             continue
         yield node, name
