@@ -196,6 +196,7 @@ def train(kind: type[Saves], sizes: dict[str, Any], path: Path | None, resume: P
 WHERE = [Borrowing, EachEpoch, BeforeEvaluation, ByEvaluation, BeforeBatch, BetweenMicroBatches, InTurns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_folder"),
     [(TurnsOfEpochs, False), (FromStepOn, True), (WithoutAdapters, True), *((kind, True) for kind in WHERE)],

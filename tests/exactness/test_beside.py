@@ -16,6 +16,7 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule, batches, compare
+from tests.support.marks import with_long, with_slow
 
 BOUND, WIDTH, HEAD = 1e-5, 16, 4
 SCHEDULE = Schedule(steps=2)
@@ -267,8 +268,9 @@ LEVERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_what_layers_hand_each_other_and_losses_read_is_exact(pool2: Pool) -> None:
-    for found in pool2.run(errors, {"tp": 2}, 2, LEVERS, timeout=180):
+@pytest.mark.parametrize("lever", with_long(LEVERS, LEVERS[2]), ids=str)
+def test_what_layers_hand_each_other_and_losses_read_is_exact(lever: dict[str, Any], pool2: Pool) -> None:
+    for found in pool2.run(errors, {"tp": 2}, 2, [lever], timeout=180):
         assert [error for error in found if error[0] > BOUND] == []
 
 
@@ -285,7 +287,7 @@ def errors_of_containers(sizes: dict[str, int], world: int, levers: list[dict[st
     ]
 
 
-@pytest.mark.parametrize("lever", LEVERS[:3], ids=str)
+@pytest.mark.parametrize("lever", with_slow(LEVERS[:3], *LEVERS[1:3]), ids=str)
 def test_values_of_parameters_alone_and_in_containers_are_exact(lever: dict[str, Any], pool2: Pool) -> None:
     for found in pool2.run(errors_of_containers, {"tp": 2}, 2, [lever]):
         assert [error for error in found if error[0] > BOUND] == []

@@ -9,7 +9,7 @@ from lightning_automodel.testing.pool import Pool
 from tests.support.comparison import Schedule
 from tests.support.families import image_text_families, tiny_model
 from tests.support.images import find_inputs
-from tests.support.marks import with_long
+from tests.support.marks import with_long, with_slow
 from tests.support.run_family import Run, differences
 
 BOUND = 1e-4
@@ -48,7 +48,7 @@ def check(results: Iterable[dict[str, tuple[float, str]]]) -> None:
         assert {family: error for family, error in result.items() if error[0] > BOUND} == {}
 
 
-@pytest.mark.parametrize("kind", with_long(KINDS, "dense", "images"))
+@pytest.mark.parametrize("kind", with_slow(with_long(KINDS, "dense", "images"), "fused", "recurrent"))
 def test_three_clipped_steps_of_two_micro_batches_on_a_mesh(kind: str, pool4: Pool) -> None:
     runs = {f: Run(sizes=MESH, schedule=Schedule(), changes=CHANGES.get(f, {})) for f in KINDS[kind]}
     # Recurrent mixers amplify rounding: in float32 the last digits of some processors are more than the bound.

@@ -88,6 +88,7 @@ def test_families_that_stop(family: str) -> None:
         check(family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", with_long(OTHERS, *(set(OTHERS) - set(FEW_OTHERS))))
 def test_families_without_a_plan_and_with_images(family: str) -> None:
     check(family, tp=1)

@@ -9,7 +9,7 @@ import torch
 from lightning_automodel.planner.watch import Watched
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.planner.subjects import LAYOUTS, Real, play_layout, run_really
-from tests.support.marks import with_long
+from tests.support.marks import with_long, with_slow
 
 
 @cache
@@ -55,7 +55,10 @@ def test_a_played_step_is_a_real_one(real: Callable[[str], Real], name: str) -> 
 UNSEEN = ("dp2-accumulated", "dp2-tp2-sequence")
 
 
-@pytest.mark.parametrize("name", with_long((name for name in LAYOUTS if name not in UNSEEN), *LONG))
+SEEN = with_long((name for name in LAYOUTS if name not in UNSEEN), *LONG)
+
+
+@pytest.mark.parametrize("name", with_slow(SEEN, "tp2-lora", "dp2-lora", "tp2-sequence"))
 def test_saved_activations_are_what_autograd_saves(real: Callable[[str], Real], name: str) -> None:
     """By torch's hooks, which see no micro-batches before the last, and nothing in selective checkpointing."""
     saved = played(name).saved

@@ -49,6 +49,7 @@ from lightning_automodel.testing.pool import Pool
 from tests.plans.support import BOUND, SCHEDULE
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_long
 
 T5: dict[str, Any] = {
     **{"vocab_size": 128, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4},
@@ -169,7 +170,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lora": lora,
     "lora that drops": partial(lora, dropout_rate=0.2),
 }
-ONE_OF_EACH = ("t5 that drops", "longt5, transient global", "mpnet", "bloom", "mpt", "udop", "masks of heads")
+FEW = ("t5 that drops", "bloom", "mpt")
+ONE_OF_EACH = (*FEW, "longt5, transient global", "mpnet", "udop", "masks of heads")
 
 
 def errors(sizes: dict[str, int], names: list[str], fields: dict[str, Any]) -> dict[str, Any]:
@@ -180,22 +182,25 @@ def errors(sizes: dict[str, int], names: list[str], fields: dict[str, Any]) -> d
 
 
 def test_exact(pool2: Pool) -> None:
-    assert pool2.run(errors, {"tp": 2}, ONE_OF_EACH, {}, timeout=120) == [{}, {}]
+    assert pool2.run(errors, {"tp": 2}, FEW, {}, timeout=120) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_exact_for_all(pool2: Pool) -> None:
-    assert pool2.run(errors, {"tp": 2}, list(MODELS.keys() - ONE_OF_EACH), {}, timeout=200) == [{}, {}]
+    assert pool2.run(errors, {"tp": 2}, list(MODELS.keys() - FEW), {}, timeout=200) == [{}, {}]
+
+
+LEVERS: list[dict[str, Any]] = [
+    {"sequence_parallel": True},
+    {"activation_checkpointing": True},
+    {"enable_compile": True, "compile_backend": "aot_eager"},
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"sequence_parallel": True},
-        {"activation_checkpointing": True},
-        {"enable_compile": True, "compile_backend": "aot_eager"},
-    ],
+    with_long(LEVERS, LEVERS[1]),
     ids=lambda fields: next(iter(fields)),
 )
 def test_exact_with(fields: dict[str, Any], pool2: Pool) -> None:
@@ -203,7 +208,7 @@ def test_exact_with(fields: dict[str, Any], pool2: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"tp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", with_long([{"dp_shard": 2, "tp": 2}, {"tp": 4}], {"tp": 4}), ids=str)
 def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
     """With a head for each rank, a share of the biases looks like one for all heads."""
     assert pool4.run(errors, sizes, [*ONE_OF_EACH, "lora"], {}, timeout=200) == [{}] * 4

@@ -20,6 +20,7 @@ from lightning_automodel.plans.validation import validate_tp
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, SCHEDULE, build_gpt2
 from tests.support.comparison import compare
+from tests.support.marks import with_long
 
 BLOCK = "transformer.h.*"
 LAYERS = ["c_attn", "c_proj", "c_fc"]
@@ -86,7 +87,7 @@ def test_exact(pool2: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"tp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", with_long([{"dp_shard": 2, "tp": 2}, {"tp": 4}], {"tp": 4}), ids=str)
 def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
     assert pool4.run(errors, sizes, list(CASES), timeout=300) == [{}] * 4
 

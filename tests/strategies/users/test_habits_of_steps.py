@@ -431,6 +431,7 @@ FAST = [
 ALL = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), with_long(ALL, *(case for case in ALL if case not in FAST)))
 def test_steps_are_those_of_one_process(kind: type[Steps], layout: str, nursery: Nursery) -> None:
     compare(nursery, kind, layout)

@@ -133,6 +133,7 @@ def gradients_of(kind: type[Noted], sizes: dict[str, Any]) -> list[dict[str, Ten
     return module.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     with_long(

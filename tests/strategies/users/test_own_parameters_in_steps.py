@@ -171,6 +171,7 @@ KINDS = (
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUT_NAMES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"), with_long(CASES, *(case for case in CASES if case[1] != "fsdp2-dp2" or case[0] is FailsOnce))
 )

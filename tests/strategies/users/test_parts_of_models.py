@@ -184,6 +184,7 @@ CASES = [(kind, layout) for kind, layout in ALL if kind in (Tasks, TasksOfList, 
 FAST = [*((kind, "dp") for kind in SUBJECTS), (Tasks, "replicas")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), with_long(CASES, *(case for case in CASES if case not in FAST)))
 def test_steps_are_those_of_one_process(kind: type[Tasks], layout: str, nursery: Nursery) -> None:
     (one,) = Pool(nursery, 1).run(fitted, kind, None, trainer=True)

@@ -97,6 +97,7 @@ CASES: list[tuple[type[LastOfSegments], str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "levers"), CASES, ids=lambda value: getattr(value, "__name__", None))
 def test_steps_are_those_of_one_process(
     kind: type[LastOfSegments], layout: str, levers: dict[str, Any], nursery: Nursery
