@@ -126,11 +126,16 @@ def stacked_experts(name: str, module: nn.Module) -> StackedExperts | None:
     if number == 1:
         return None
     of_number = tuple(key for key, value in counts.items() if value == number)
-    return StackedExperts(name, number, stacked, of_number, sorts_rows=len(_inputs_of(module)) == 1)
+    return StackedExperts(name, number, stacked, of_number, sorts_rows=_takes_rows_only(module))
 
 
 def _inputs_of(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _takes_rows_only(module: nn.Module) -> bool:
+    inputs = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [one.kind for one in inputs] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from lightning_automodel.modules.forward import SharedByCopies, wrap_forward
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import unwrapped
 from lightning_automodel.parallel.experts.adapters import take_factors
-from lightning_automodel.parallel.experts.check import check_experts, ignores_zeros
+from lightning_automodel.parallel.experts.check import check_experts, ignoring_zeros
 from lightning_automodel.parallel.experts.dispatch import (
     Dispatcher,
     Routes,
@@ -86,9 +86,7 @@ class ExpertParallel:
         """
         found = find_experts(model, axes.shards, axes.ep.size())
         check_experts(model, found.values(), "use ep=1, where FSDP2 gathers the experts")
-        sorting = {name: unwrapped(model.get_submodule(name)) for name, experts in found.items() if experts.sorts_rows}
-        ignoring = {name for name, module in sorting.items() if ignores_zeros(module, found[name])}
-        return cls(axes, found, ignoring) if found else None
+        return cls(axes, found, ignoring_zeros(model, found.values())) if found else None
 
     def divide(self, model: nn.Module, dispatcher: Dispatcher | None = None) -> None:
         """Leave each rank the experts that it computes, and let tokens travel to them; in place, values by slices.

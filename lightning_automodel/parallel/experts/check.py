@@ -1,6 +1,7 @@
 """Asks modules of experts, with numbers, whether rows may be computed apart and weights be applied outside of them."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from lightning_automodel.plans.experts import StackedExperts
 
 _TOLERANCE = 1e-4
 _EXPERTS, _ROWS, _APART = 2, 16, 4
+_SMALL = 0.02
+_OF_MODULES = vars(nn.Module()).keys()
 _OFTEN = 7  # of eight rows go to the first expert, where they go to one
 
 
@@ -37,34 +40,66 @@ def check_experts(model: nn.Module, found: Iterable[StackedExperts], instead: st
         if not _computes_rows_apart(module, experts):
             raise ValueError(
                 f"what {experts.name} ({type(module).__name__}) returns is not the sum of what its experts return of "
-                "each row alone, times the weights of the routes (it drops rows, mixes them, or weights otherwise), so "
-                f"ranks cannot compute rows of each other's tokens; {instead}"
+                "each row alone, times the weights of the routes (it drops rows, mixes them, weights otherwise, or "
+                f"chooses experts itself), so ranks cannot compute rows of each other's tokens; {instead}"
             )
+
+
+def ignoring_zeros(model: nn.Module, found: Iterable[StackedExperts]) -> set[str]:
+    """Name the modules of ``found`` that sort their rows and ignore those of zeros; equal modules are asked once."""
+    answers: dict[tuple, bool] = {}
+    ignoring = set()
+    for experts in found:
+        module = unwrapped(model.get_submodule(experts.name))
+        shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
+        kind = (experts.sorts_rows, shapes, _kind(module))
+        if kind not in answers:
+            answers[kind] = experts.sorts_rows and ignores_zeros(module, experts)
+        if answers[kind]:
+            ignoring.add(experts.name)
+    return ignoring
+
+
+def _kind(module: nn.Module) -> tuple:
+    """Make what is equal for modules that compute alike, but for their parameters."""
+    settings = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+    plain = {key: value if isinstance(value, int | float | str) else id(value) for key, value in settings.items()}
+    buffers = tuple(id(buffer) for buffer in module.buffers(recurse=False))
+    children = tuple(_kind(child) for child in module.children())
+    return type(module), code_of(module), tuple(plain.items()), buffers, children
 
 
 def ignores_zeros(module: nn.Module, experts: StackedExperts) -> bool:
     """Tell whether nothing comes of a row of zeros in a module that sorts its rows, and no gradient: it may stay away.
 
-    Of two experts with random weights, as above.
+    Of two experts with random weights, as above, and with large ones, which pass thresholds that small ones do not.
     """
-    generator = torch.Generator().manual_seed(0)
-    values = _random_weights(module, experts, generator)
-    given = [value.requires_grad_() for value in values.values()]
+    values = _random_weights(module, experts, torch.Generator().manual_seed(0))
     with torch.enable_grad(), leaving_no_trace(module), WithoutDropout():
         for name in experts.counts:
             setattr(module, name, _EXPERTS)
-        rows = given[0].new_zeros(_ROWS, _width(module, experts, values)).requires_grad_()
-        output = functional_call(module, values, (rows,))
-        if is_fake(output):
+        if not _makes_nothing_of_zeros(module.eval(), experts, values):
             return False
-        drawn = torch.randn(output.shape, generator=generator)
+        large = {name: value.detach() / _SMALL for name, value in values.items()}
+        return _makes_nothing_of_zeros(module.train(), experts, large)
+
+
+def _makes_nothing_of_zeros(module: nn.Module, experts: StackedExperts, values: dict[str, Tensor]) -> bool:
+    given = [value.requires_grad_() for value in values.values()]
+    rows = given[0].new_zeros(_ROWS, _width(module, experts, values)).requires_grad_()
+    output = _call(module, values, rows.clone())  # which code may write into
+    if is_fake(output):
+        return False
+    gradients: tuple[Tensor | None, ...] = ()
+    if output.requires_grad:
+        drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(output, [rows, *given], drawn, allow_unused=True)
     return not any(value is not None and value.any() for value in (output, *gradients))
 
 
 def _random_weights(module: nn.Module, experts: StackedExperts, generator: torch.Generator) -> dict[str, Tensor]:
     shapes = {name: own_parameters(module)[name].shape for name in experts.stacked}  # type: ignore[union-attr]
-    return {name: torch.randn((_EXPERTS, *shape[1:]), generator=generator) * 0.02 for name, shape in shapes.items()}
+    return {name: torch.randn((_EXPERTS, *shape[1:]), generator=generator) * _SMALL for name, shape in shapes.items()}
 
 
 def _computes_rows_apart(module: nn.Module, experts: StackedExperts) -> bool:
@@ -75,11 +110,11 @@ def _computes_rows_apart(module: nn.Module, experts: StackedExperts) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     values = _random_weights(module, experts, generator)
-    hidden = torch.randn(_ROWS, _width(module, experts, values), generator=generator)
-    weights = torch.rand(_ROWS, 2, generator=generator)
     with torch.no_grad(), leaving_no_trace(module), experts_run_eagerly(module), WithoutDropout():
         for name in experts.counts:
             setattr(module, name, _EXPERTS)
+        hidden = torch.randn(_ROWS, _width(module, experts, values), generator=generator)
+        weights = torch.rand(_ROWS, 2, generator=generator)
         return all(
             _is_sum_of_rows(module.train(training), experts, values, hidden, index, weights[:, : index.shape[1]])
             for training in (False, True)
@@ -103,20 +138,20 @@ def _is_sum_of_rows(
     index: Tensor,
     weights: Tensor,
 ) -> bool:
-    def forward(*inputs: Tensor) -> Tensor:
-        return functional_call(module, values, inputs)
-
+    forward = partial(_call, module, values)
     before, run = places_of_generators(), one_expert_per_row(forward, experts, _EXPERTS)
-    if experts.sorts_rows:
-        weights = torch.ones_like(weights)
     try:
         together = forward(hidden) if experts.sorts_rows else forward(hidden, index, weights)
-    except RuntimeError:
+    except Exception:
         if experts.sorts_rows:  # it reads rows otherwise
             return False
         raise
-    if is_fake(together):
+    if is_fake(together) or (experts.sorts_rows and places_of_generators() != before):
         return True
+    if experts.sorts_rows:
+        weights = torch.ones_like(weights)
+        if not module.training and not _uses_the_expert_of_each_row(module, values, hidden, together, index):
+            return False
     expected = torch.zeros_like(together)
     for rows in torch.randperm(_ROWS, generator=torch.Generator().manual_seed(0)).split(_APART):
         for route, weight in zip(index[rows].split(1, dim=1), weights[rows].split(1, dim=1), strict=True):
@@ -125,9 +160,50 @@ def _is_sum_of_rows(
     return places_of_generators() != before or bool(error <= bound)  # of NaN nothing is true
 
 
+def _call(module: nn.Module, values: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+    return functional_call(module, values, inputs)
+
+
+def _uses_the_expert_of_each_row(
+    module: nn.Module, values: dict[str, Tensor], hidden: Tensor, together: Tensor, index: Tensor
+) -> bool:
+    """Tell whether rows follow the weights of the expert in whose place they lie, and no others: nobody routes inside.
+
+    Where both experts have the weights of one, its rows stay as they are, and at least half of the others do not.
+
+    Args:
+        module: that sorts its rows.
+        values: its weights.
+        hidden: rows of its experts.
+        together: what it makes of them.
+        index: the expert of each row, [rows, 1].
+    """
+    if together.shape != hidden.shape:
+        return False
+    for expert in range(_EXPERTS):
+        of_one = {name: value[[expert] * _EXPERTS] for name, value in values.items()}
+        change = (_call(module, of_one, hidden) - together).norm(dim=-1)
+        changed, others = change > _TOLERANCE * together.norm(dim=-1), index.squeeze(1) != expert
+        if changed[~others].any() or (together.any() and changed[others].sum() < others.sum() / 2):
+            return False
+    return True
+
+
 def _width(module: nn.Module, experts: StackedExperts, values: dict[str, Tensor]) -> int:
-    """Read the width of the hidden states off the last matrix, [experts, hidden, inner] or, turned, the other way."""
-    matrices = [value.shape for value in values.values() if value.ndim == 3]
-    first, last = matrices[0], matrices[-1]
-    is_turned = getattr(module, "is_transposed", experts.sorts_rows and first[1] == last[2])  # as products of batches
-    return last[2] if is_turned else last[1]
+    """Read the width of the hidden states off the last matrix, [experts, hidden, inner] or, turned, the other way.
+
+    Of sorted rows it is one of both that ``module`` takes.
+    """
+    last = [value.shape for value in values.values() if value.ndim == 3][-1]
+    if not experts.sorts_rows:
+        return last[2] if getattr(module, "is_transposed", False) else last[1]
+    return last[2] if _takes_rows(module, values, last[2]) else last[1]
+
+
+def _takes_rows(module: nn.Module, values: dict[str, Tensor], width: int) -> bool:
+    rows = next(iter(values.values())).new_zeros(_ROWS, width)
+    try:
+        with torch.no_grad():
+            return _call(module, values, rows).shape == rows.shape
+    except Exception:
+        return False

@@ -38,6 +38,11 @@ def routed(
     Where it is given sorted rows, each is one of a token of its own that goes to one expert.
     """
     names = _names_of_inputs(type(module).forward)
+    if len(args) > len(names) or kwargs.keys() - set(names):
+        raise TypeError(
+            f"{experts.name} ({type(module).__name__}) is called with {len(args)} inputs and {sorted(kwargs)}, and ep "
+            f"gives its experts {', '.join(names)} alone; use ep=1"
+        )
     given = dict(zip(names, args, strict=False)) | kwargs
     if experts.sorts_rows:
         hidden = given[names[0]]
@@ -73,7 +78,10 @@ def one_expert_per_row(forward: Callable[..., Any], experts: StackedExperts, num
 
 
 def _sorted_rows(forward: Callable[..., Any], number: int, rows: Tensor, expert: Tensor) -> Tensor:
-    """Give each of ``number`` experts as many rows, the last ones zeros, and take what it makes of ``rows``."""
+    """Give each of ``number`` experts as many rows, the last ones copies, and take what it makes of ``rows``.
+
+    Copies of a row make no NaN where rows make none; zeros may, and times the gradient of what is not taken it stays.
+    """
     if is_fake(rows):
         return forward(rows)
     counts = torch.zeros(number, dtype=expert.dtype, device=expert.device).index_add_(
@@ -83,5 +91,5 @@ def _sorted_rows(forward: Callable[..., Any], number: int, rows: Tensor, expert:
     first = (counts.cumsum(0) - counts)[expert[order]]
     place = torch.empty_like(expert)
     place[order] = expert[order] * most + torch.arange(len(expert), device=expert.device) - first
-    filled = rows.new_zeros(number * most, rows.shape[1]).index_copy(0, place, rows)
+    filled = rows[:1].detach().repeat(number * most, 1).index_copy(0, place, rows)
     return forward(filled)[place]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.mesh import build_mesh, resolve_sizes
-from lightning_automodel.parallel.experts import experts_of_rank
+from lightning_automodel.parallel.experts import check, experts_of_rank
 from lightning_automodel.parallel.experts.check import check_experts, ignores_zeros
-from lightning_automodel.parallel.experts.seam import one_expert_per_row
+from lightning_automodel.parallel.experts.seam import one_expert_per_row, routed
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import StackedExperts, find_experts
 from lightning_automodel.testing.pool import Pool
@@ -56,9 +56,113 @@ class Flat(Sorted):
         return super().forward(hidden.view(self.num_experts, 3, WIDTH))
 
 
+class Apart(Sorted):
+    """Takes the rows of the experts in a dim of their own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        _, rows, _ = hidden.shape
+        return super().forward(hidden.view(-1, WIDTH)).view(self.num_experts, rows, WIDTH)
+
+
+class Broadcast(Sorted):
+    """Gives all rows to all experts."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, value = (hidden @ self.up).chunk(2, -1)
+        return (self.activation(gate) * value) @ self.down
+
+
+class Routing(Sorted):
+    """Chooses experts itself, for rows in any order."""
+
+    kept = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.router.mT).softmax(-1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.scores(hidden).topk(self.kept, -1)
+        output = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            gate, value = (hidden @ self.up[expert]).chunk(2, -1)
+            of_expert = (self.activation(gate) * value) @ self.down[expert]
+            output = output + (weights * (chosen == expert)).sum(-1, keepdim=True) * of_expert
+        return output
+
+
+class RoutingToTwo(Routing):
+    kept = 2
+
+
+class RoutedByAnother(Routing):
+    """Asks a router that is not its own."""
+
+    def __init__(self) -> None:
+        Sorted.__init__(self)
+        self.elsewhere = [nn.Linear(WIDTH, EXPERTS, bias=False)]
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        return self.elsewhere[0](hidden).softmax(-1)
+
+
+class Ungated(Sorted):
+    """One matrix up and one down, stored in any order: nothing but the code tells which dim is the width."""
+
+    def __init__(self, turned: bool, down_first: bool) -> None:
+        super().__init__(turned=turned)
+        up = torch.randn(EXPERTS, INNER, WIDTH) if turned else torch.randn(EXPERTS, WIDTH, INNER)
+        self.up = nn.Parameter(up)
+        if down_first:
+            self._parameters["up"] = self._parameters.pop("up")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        up, down = (self.up.mT, self.down.mT) if self.turned else (self.up, self.down)
+        return ((hidden.view(self.num_experts, -1, WIDTH) @ up).tanh() @ down).reshape(-1, WIDTH)
+
+
+class Shrinking(Sorted):
+    """Has biases, of which something comes where they are large."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.functional.hardshrink)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, value = (hidden.view(self.num_experts, -1, WIDTH) @ self.up + self.bias.unsqueeze(1)).chunk(2, -1)
+        return ((self.activation(gate) * value) @ self.down).reshape(-1, WIDTH)
+
+
+class OtherwiseInTraining(Sorted):
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.activation = torch.sigmoid if self.training else torch.relu
+        return super().forward(hidden)
+
+
+class Unlearned(Sorted):
+    @torch.no_grad()
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+class Directed(Sorted):
+    """Reads the directions of rows, and zeros have none."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden / hidden.norm(dim=-1, keepdim=True))
+
+
 class WithMask(Sorted):
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(hidden * mask)
+
+
+class WithAnything(Sorted):
+    def forward(self, *args: Tensor) -> Tensor:
+        return super().forward(args[0] if len(args) == 1 else args[0] * args[1])
 
 
 def found(module: nn.Module) -> tuple[nn.Module, StackedExperts]:
@@ -78,16 +182,49 @@ def test_every_row_goes_through_its_expert(turned: bool) -> None:
     torch.testing.assert_close(run(rows, owners), torch.stack(expected))
 
 
-@pytest.mark.parametrize("kind", [Interleaved, Crowded, Flat])
+KINDS = [Interleaved, Crowded, Flat, Apart, Broadcast, Routing, RoutingToTwo, RoutedByAnother]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_reads_rows_otherwise_is_refused(kind: type[Sorted]) -> None:
     holder, experts = found(kind())
     with pytest.raises(ValueError, match=rf"experts \({kind.__name__}\) returns is not the sum of .*; use ep=1"):
         check_experts(holder, [experts], "use ep=1")
 
 
-def test_other_inputs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"called with \(hidden, mask\) and not with .*one expert below those of the"):
-        found(WithMask())
+@pytest.mark.parametrize(("kind", "inputs"), [(WithMask, "hidden, mask"), (WithAnything, "args")])
+def test_other_inputs_are_refused(kind: type[Sorted], inputs: str) -> None:
+    with pytest.raises(ValueError, match=rf"called with \({inputs}\) and not with .*one expert below those of the"):
+        found(kind())
+
+
+def test_inputs_that_a_forward_of_ones_own_adds_are_refused() -> None:
+    module = Sorted()
+    holder, experts = found(module)
+    module.forward = lambda hidden, scale=1.0: Sorted.forward(module, hidden) * scale  # type: ignore[method-assign]
+    check_experts(holder, [experts], "use ep=1")
+    rows = torch.randn(8, WIDTH)
+    assert routed(module, experts, (rows,), {})[0] is rows
+    for args, kwargs in [((rows, 2.0), {}), ((rows,), {"scale": 2.0})]:
+        with pytest.raises(TypeError, match=r"experts \(Sorted\) is called with . inputs .*hidden alone; use ep=1"):
+            routed(module, experts, args, kwargs)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("down_first", [False, True])
+def test_experts_without_gates_are_taken(turned: bool, down_first: bool) -> None:
+    holder, experts = found(module := Ungated(turned, down_first))
+    check_experts(holder, [experts], "use ep=1")
+    assert not ignores_zeros(module, experts)  # a gradient of the row comes of it
+
+
+def test_what_fills_up_rows_makes_no_nan_of_gradients() -> None:
+    holder, experts = found(module := Directed())
+    check_experts(holder, [experts], "use ep=1")
+    assert not ignores_zeros(module, experts)
+    run = one_expert_per_row(module, experts, EXPERTS)
+    run(torch.randn(3, WIDTH), torch.tensor([2, 0, 2])).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +238,26 @@ def test_rows_of_zeros_stay_away_where_nothing_comes_of_them(activation: Callabl
     assert module.num_experts == EXPERTS
     assert torch.equal(module.up, before)
     assert module.up.grad is None
+
+
+@pytest.mark.parametrize(("kind", "ignores"), [(Shrinking, False), (OtherwiseInTraining, False), (Unlearned, True)])
+def test_what_comes_of_zeros_with_other_weights_or_in_training(kind: type[Sorted], ignores: bool) -> None:
+    module = kind().eval()  # type: ignore[call-arg]
+    holder, experts = found(module)
+    check_experts(holder, [experts], "use ep=1")
+    assert ignores_zeros(module, experts) is ignores
+
+
+def test_modules_that_compute_alike_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Module] = []
+    answer = check.ignores_zeros
+    monkeypatch.setattr(
+        check, "ignores_zeros", lambda module, experts: (asked.append(module), answer(module, experts))[1]
+    )
+    one, other, another = Sorted(), Sorted(), Sorted(torch.sigmoid)
+    holder = nn.ModuleDict({"a": one, "b": other, "c": another})
+    assert check.ignoring_zeros(holder, find_experts(holder, 2, 2).values()) == {"a", "b"}
+    assert asked == [one, another]
 
 
 def computed_rows() -> tuple[int, int]:
