@@ -123,3 +123,60 @@ def errors_of_routes(ran: bool) -> float:
 @pytest.mark.parametrize("ran", [False, True])
 def test_losses_of_routers(ran: bool, pool2: Pool) -> None:
     assert max(pool2.run(errors_of_routes, ran)) < BOUND
+
+
+def doubled(router: nn.Module, args: tuple, output: Any) -> Any:
+    """A hook of a user's: logits that are given alone, or the first of several outputs."""
+    return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+
+def by_logits(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A hook of a user's: scores of the recorded output."""
+    return output[1].sigmoid() * (output[0] != 0), output[1]
+
+
+def by_both(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A hook of a user's: scores of the recorded output and of the others."""
+    return output[0] + 0.1 * by_logits(router, args, output)[0], output[1]
+
+
+def hook_into(model: nn.Module, name: str, hook: Any) -> nn.Module:
+    for place, module in model.named_modules():
+        if place.endswith(name):
+            module.register_forward_hook(hook)
+    return model
+
+
+def split_then_hooked(name: str, hook: Any, model: nn.Module, mesh: Any) -> nn.Module:
+    for module in model.modules():
+        for number, found in list(module._forward_hooks.items()):
+            if found is hook:
+                del module._forward_hooks[number]
+    return hook_into(parallelize(model, mesh), name, hook)
+
+
+def errors_of_hooks(family: str, name: str, hook: Any, before: bool = True) -> float | str:
+    """Runs on each rank."""
+    make = lambda: hook_into(tiny_model(family), name, hook)  # noqa: E731
+    later = None if before else partial(split_then_hooked, name, hook)
+    try:
+        return compare(make, {"tp": 2}, 2, SCHEDULE, make_parallel=later).largest[0]
+    except ValueError as refusal:
+        return str(refusal)
+
+
+ROUTER, GATE = ("llama4_text", "feed_forward.router"), ("deepseek_v3", "mlp.gate")
+CHANGES = [(*ROUTER, doubled, True), (*ROUTER, by_logits, True), (*ROUTER, by_both, False), (*GATE, doubled, True)]
+
+
+def test_hooks_change_what_routers_give(pool2: Pool) -> None:
+    """Scores, of scores and of recorded logits; of both when the model is parallel."""
+    for case in CHANGES:
+        for error in pool2.run(errors_of_hooks, *case):
+            assert isinstance(error, float), error
+            assert error < BOUND
+
+
+def test_hooks_that_make_outputs_of_recorded_logits_and_others_are_refused(pool2: Pool) -> None:
+    for said in pool2.run(errors_of_hooks, *ROUTER, by_both):
+        assert "output of model.layers.0.feed_forward.router (Llama4Router) of its router logits and of" in str(said)

@@ -50,11 +50,12 @@ def ignoring_zeros(model: nn.Module, found: Iterable[StackedExperts]) -> set[str
     answers: dict[tuple, bool] = {}
     ignoring = set()
     for experts in found:
+        if not experts.sorts_rows:
+            continue
         module = unwrapped(model.get_submodule(experts.name))
-        shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
-        kind = (experts.sorts_rows, shapes, _kind(module))
+        kind = (*_kind(module), *(parameter.shape for parameter in module.parameters()))
         if kind not in answers:
-            answers[kind] = experts.sorts_rows and ignores_zeros(module, experts)
+            answers[kind] = ignores_zeros(module, experts)
         if answers[kind]:
             ignoring.add(experts.name)
     return ignoring

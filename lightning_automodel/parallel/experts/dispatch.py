@@ -114,10 +114,13 @@ def select(hidden: Tensor, index: Tensor, weights: Tensor, run: Rows, places: Te
 
 
 def _run(run: Rows, rows: Tensor, experts: Tensor) -> Tensor:
-    """Run a row of zeros where none came: its gradients are zeros, and all ranks reduce and exchange alike."""
+    """Run a row of ones where none came: its gradients are zeros, and all ranks reduce and exchange alike.
+
+    Of zeros some experts make NaN, such as those that divide by the norm of a row.
+    """
     if len(rows):
         return run(rows, experts)
-    row = rows.new_zeros(1, rows.shape[1]) + rows.sum(0, keepdim=True)
+    row = rows.new_ones(1, rows.shape[1]) + rows.sum(0, keepdim=True)
     return run(row, experts.new_zeros(1))[:0]
 
 

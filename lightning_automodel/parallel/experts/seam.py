@@ -84,9 +84,7 @@ def _sorted_rows(forward: Callable[..., Any], number: int, rows: Tensor, expert:
     """
     if is_fake(rows):
         return forward(rows)
-    counts = torch.zeros(number, dtype=expert.dtype, device=expert.device).index_add_(
-        0, expert, torch.ones_like(expert)
-    )
+    counts = torch.bincount(expert, minlength=number)
     order, most = expert.argsort(stable=True), int(counts.max())
     first = (counts.cumsum(0) - counts)[expert[order]]
     place = torch.empty_like(expert)

@@ -115,8 +115,8 @@ def install_local_tensors(
                 stream = (streams or {}).get(block) if parameter_layout.sliced else None
                 size = next(iter(module.get_parameter(name).shape), 0)
                 local = _local_tensor(parameter_layout, size, tp_mesh, stream, is_final)
-                local = replace(local, message=messages.get(full), is_told=layout.is_tried or full in messages)
-                local = replace(local, why_sliced=of_slices.get(block))
+                is_told = layout.is_tried or full in messages
+                local = replace(local, is_told=is_told, message=messages.get(full), why_sliced=of_slices.get(block))
                 if not layout.measured and full in layout.claimed:
                     local = replace(local, note=noting(model, full))
                 swaps[owner_name].add(module, name, local)

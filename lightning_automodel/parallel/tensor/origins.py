@@ -90,6 +90,25 @@ def is_joined(value: Tensor) -> bool:
     return value.grad_fn is not None and value.grad_fn.name() == _JOINED
 
 
+def comes_of(value: Tensor, source: Tensor) -> tuple[bool, bool]:
+    """Tell whether ``value`` was computed of ``source``, and whether of others that have gradients, in one split layer.
+
+    Of a graph that is compiled nothing is told.
+    """
+    if torch.compiler.is_compiling() or source.grad_fn is None:
+        return False, False
+    left, seen, comes, is_mixed = [value.grad_fn], {None, source.grad_fn}, False, False
+    while left:
+        node: Any = left.pop()
+        comes |= node is source.grad_fn
+        if node not in seen:
+            seen.add(node)
+            name = type(node).__name__
+            is_mixed |= name in _ENTERED or name == _LEAF
+            left += [before for before, _ in node.next_functions if name not in _ENTERED]
+    return comes, is_mixed
+
+
 def let_pass(value: Tensor) -> Tensor:
     """Let the gradient of a rank's part pass, which goes on to be joined with those of the others."""
     node: Any = value.grad_fn

@@ -1,6 +1,7 @@
 """Router logits and attention maps that transformers records inside of split layers: whole values on every rank."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
 from lightning_automodel.modules.structure import class_names, names_around, nearest_config, outermost
 from lightning_automodel.parallel.tensor.beside import same_container
-from lightning_automodel.parallel.tensor.origins import let_pass
+from lightning_automodel.parallel.tensor.origins import comes_of, let_pass
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 
@@ -36,7 +37,8 @@ def install_recorded_shares(model: nn.Module, group: ProcessGroup, layout: Layou
         log(f"{class_names(model)[0]}: transformers records router_logits of {len(found)} modules")
     for name, module, _, index in found:
         if outermost(layout.boundaries, name) is not None:
-            _Recorded(index, lambda x: scale_gradient(x, 1 / group.size())).install(module)
+            undo = _Undo(group.size(), _message_of_mixed(name, module))
+            _Recorded(index, lambda x: scale_gradient(x, 1 / group.size()), undo).install(module)
     for module, key, index in _split_attentions(model, layout):
         _Recorded(index, _joining_if_recorded(key, group)).install(module)
     for module, heads in _returning_attentions(model, layout):
@@ -103,17 +105,21 @@ class _Recorded:
 
     ::
 
-        output --[change]--> another one --[transformers records it]--[restore]--> output
+        output --[change]--> another one --[hooks of users, transformers records it]--[restore]--> output
 
     Args:
         index: of the output, where there are several.
         function: makes what is to be recorded.
+        undo: for outputs that hooks of users have made of the other one.
     """
 
-    def __init__(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
-        self.index, self.function = index, function
+    def __init__(
+        self, index: int, function: Callable[[Tensor], Tensor], undo: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> None:
+        self.index, self.function, self.undo = index, function, undo
         self.own: Tensor | None = None
         """between the two hooks: what the layer computes with"""
+        self.recorded: Tensor | None = None
 
     def install(self, module: nn.Module) -> None:
         """Run these hooks in every forward pass of ``module``."""
@@ -125,16 +131,54 @@ class _Recorded:
         value = output[self.index] if isinstance(output, tuple | list) else output
         if value is None:  # attention maps that its implementation does not have
             return output
-        self.own = value
-        return self._put(output, self.function(value))
+        self.own, self.recorded = value, self.function(value)
+        return self._put(output, self.recorded)
 
     def restore(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Put back what was recorded and nothing else: in between, hooks of a boundary have reduced other outputs."""
-        own, self.own = self.own, None
-        return output if own is None else self._put(output, own)
+        """Put back what was recorded and nothing else: in between, hooks of a boundary have reduced other outputs, and
+        those of a user may have put others in their places.
+        """
+        own, recorded, self.own, self.recorded = self.own, self.recorded, None, None
+        if own is None or recorded is None:
+            return output
+        if not isinstance(output, tuple | list):
+            return self._restored(output, own, recorded)
+        return same_container(output, (self._restored(x, own, recorded) for x in output))
+
+    def _restored(self, x: Any, own: Tensor, recorded: Tensor) -> Any:
+        if x is recorded:
+            return own
+        return self.undo(x, recorded) if self.undo is not None and isinstance(x, Tensor) else x
 
     def _put(self, output: Any, value: Tensor) -> Any:
         if not isinstance(output, tuple | list):
             return value
         place = self.index % len(output)
         return same_container(output, (value if i == place else x for i, x in enumerate(output)))
+
+
+@dataclass(frozen=True)
+class _Undo:
+    """Gives outputs that hooks have made of recorded logits the gradient of what a layer computes with.
+
+    Args:
+        tp: number of ranks.
+        why: a hook may not make an output of them and of other values.
+    """
+
+    tp: int
+    why: str
+
+    def __call__(self, x: Tensor, recorded: Tensor) -> Tensor:
+        comes, is_mixed = comes_of(x, recorded)
+        if comes and is_mixed:
+            raise ValueError(self.why)
+        return scale_gradient(x, self.tp) if comes else x
+
+
+def _message_of_mixed(name: str, module: nn.Module) -> str:
+    return (
+        f"a forward hook of yours makes an output of {name} ({type(module).__name__}) of its router logits and of "
+        "other values, and under tp a loss of these logits has another gradient than what the layer computes with "
+        "them. Register the hook when the model is parallel, in on_fit_start: it then sees what the layer computes with"
+    )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallel.experts import check, experts_of_rank
 from lightning_automodel.parallel.experts.check import check_experts, ignores_zeros
+from lightning_automodel.parallel.experts.dispatch import select
 from lightning_automodel.parallel.experts.seam import one_expert_per_row, routed
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.experts import StackedExperts, find_experts
@@ -224,6 +225,9 @@ def test_what_fills_up_rows_makes_no_nan_of_gradients() -> None:
     assert not ignores_zeros(module, experts)
     run = one_expert_per_row(module, experts, EXPERTS)
     run(torch.randn(3, WIDTH), torch.tensor([2, 0, 2])).sum().backward()
+    select(
+        torch.randn(2, WIDTH), torch.tensor([[3], [3]]), torch.ones(2, 1), run, torch.arange(4), 0, 2
+    ).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())  # type: ignore[union-attr]
 
 
