@@ -194,10 +194,13 @@ def process_dataloader(
     """
     if not isinstance(loader, DataLoader):
         return loader
-    add_worker_init_fn(loader, rank)  # before Lightning does, by the global rank: a TP group must augment alike
+    is_stream = has_iterable_dataset(loader) and not divides_itself(loader.dataset)
+    is_divided = uses_distributed_sampler(trainer) and is_stream
+    # Before Lightning does, by the global rank: a TP group must augment alike, and who reads one stream draw its order.
+    add_worker_init_fn(loader, 0 if is_divided else rank)
     if size == 1:
         return loader
-    if uses_distributed_sampler(trainer) and has_iterable_dataset(loader) and not divides_itself(loader.dataset):
+    if is_divided:
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
     return loader if trainer.training or group is None else _with_agreed_length(loader, trainer, group)
 
