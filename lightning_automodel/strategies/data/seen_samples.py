@@ -49,8 +49,8 @@ from lightning_automodel.strategies.data.positions import (
     warn_of_other_ranks,
 )
 from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
-from lightning_automodel.strategies.data.samplers import divides_itself, share_of_loader
 from lightning_automodel.strategies.data.shared_order import SharedOrder
+from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 SEEN = "samples_seen"
 

@@ -27,12 +27,8 @@ from torch.utils.data import (
 
 from lightning_automodel.strategies.data.agreement import digest
 from lightning_automodel.strategies.data.rest_of_epoch import RestOfOrder
-from lightning_automodel.strategies.data.samplers import (
-    ShareOfStream,
-    divides_itself,
-    share_of_loader,
-    share_of_sampler,
-)
+from lightning_automodel.strategies.data.samplers import share_of_sampler
+from lightning_automodel.strategies.data.streams import ShareOfStream, divides_itself, share_of_loader
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import SizedStream, StockModule, Stream, TinyModule, loader, rows, trainer
 
