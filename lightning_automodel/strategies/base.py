@@ -40,7 +40,7 @@ from lightning_automodel.strategies.checkpoints import averaging
 from lightning_automodel.strategies.checkpoints.newest import find_last
 from lightning_automodel.strategies.checkpoints.saving_strategy import SavingStrategy
 from lightning_automodel.strategies.compiled import uncompile
-from lightning_automodel.strategies.data.agreement import BatchAgreement
+from lightning_automodel.strategies.data.agreement import Agreement
 from lightning_automodel.strategies.data.samplers import check_training_lengths, install_samplers, process_dataloader
 from lightning_automodel.strategies.evaluation.in_step import EvenEvaluation, disable_inference_mode
 from lightning_automodel.strategies.faults.preemption import Preemption
@@ -67,7 +67,7 @@ class SharedHooks(SavingStrategy):
         choose_checkpoint_paths(SharedHooks, find_last)
         let_lightning_read_folders()
         super().__init__(*args, **kwargs)
-        self._agreement = BatchAgreement()
+        self._agreement = Agreement()
         self._evaluation = EvenEvaluation()
         self._preemption = Preemption()
         self._last_gradients = LastGradients()
@@ -225,9 +225,7 @@ class SharedHooks(SavingStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        stage = self._trainer.state.stage
-        assert stage is not None
-        self._agreement.check(batch, self.sample_group, self.root_device, stage.value)
+        self._agreement.check(batch, self._trainer, self.sample_group, self.data_group, self.root_device)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -242,7 +240,7 @@ class SharedHooks(SavingStrategy):
         check_training_lengths(self._trainer.num_training_batches, self.root_device)
         self.check_gradient_hooks()
         warn_of_later_hooks(self._module)
-        self._agreement.start()
+        self._agreement.start(self._trainer)
         self._late_layers.start()
         self.return_gradients()
         self._reads_between = read_between_micro_batches(self._module, self._callbacks)
@@ -263,7 +261,7 @@ class SharedHooks(SavingStrategy):
 
     def start_evaluation(self) -> None:
         """Begins a validation, a test or a prediction."""
-        self._agreement.start()
+        self._agreement.start(self._trainer)
         self._draws.begin(self._trainer)
         self._evaluation.start(self._trainer, self.data_group, self.root_device)
 

@@ -1,92 +1,79 @@
-"""Compares the first batches of each stage over the ranks of tp and cp, which compute one model together."""
+"""Compares the first batches of each stage over the ranks of tp and cp, which compute one model together, and what the
+data ranks read first of the streams that they share.
+"""
 
-import dataclasses
-import hashlib
-import numbers
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_automodel._compat.lightning.progress import training_loader
+from lightning_automodel.strategies.data.digests import digest, shown, who_agrees
+from lightning_automodel.strategies.data.streams import FirstSamples, check_streams, compared_streams
+
 COMPARED = 3  # batches per stage: enough for a wrong sampler or seed to show, too few to cost time
+LATER = frozenset(10**power for power in range(1, 10))  # batches: streams part ways behind a buffer that shuffles
 
 
-class BatchAgreement:
-    """Counts the batches of a stage and compares the first ones."""
+class Agreement:
+    """Counts the batches of each stage, and compares the first ones and fewer and fewer of those that follow.
+
+    Streams of evaluation are compared by the protocol that keeps it even, which knows who has a batch.
+    """
 
     def __init__(self) -> None:
-        self._seen = COMPARED
+        self._seen: dict[str, int] = {}
+        self._streams: list[FirstSamples] = []
 
-    def start(self) -> None:
-        """Begins a stage, whose first batches are to be compared."""
-        self._seen = 0
+    def start(self, trainer: "pl.Trainer") -> None:
+        """Begins the trainer's present stage, whose first batches are to be compared."""
+        self._seen[_stage(trainer)] = 0
+        if trainer.training:
+            loader = training_loader(trainer)
+            self._streams = [] if loader is None else compared_streams(loader.flattened)
 
-    def check(self, batch: Any, group: ProcessGroup, device: torch.device, stage: str) -> None:
-        """Compares ``batch`` if it is one of the first. Collective over ``group``.
+    def check(
+        self, batch: Any, trainer: "pl.Trainer", samples: ProcessGroup, data: ProcessGroup, device: torch.device
+    ) -> None:
+        """Compares ``batch``, and streams, if it is its turn. Collective over both groups then.
 
         Args:
             batch: any nest of containers, tensors, arrays, numbers and strings.
-            group: the ranks that must have the same batch.
-            device: that the group communicates on.
-            stage: named in the error.
+            trainer: in the stage that the batch is of.
+            samples: the ranks that must have the same batch.
+            data: those that share streams.
+            device: that the groups communicate on.
 
         Raises:
-            ValueError: on every rank of the group, with the global ranks that differ.
+            ValueError: on every rank of a group, with the global ranks that differ.
         """
-        if self._seen >= COMPARED or group.size() == 1:
+        stage = _stage(trainer)
+        number = self._seen.get(stage, 0)
+        self._seen[stage] = number + 1
+        if number >= COMPARED and number not in LATER:
             return
-        number, self._seen = self._seen, self._seen + 1
-        mine = torch.tensor(digest(batch), device=device)
-        gathered = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(gathered, mine, group=group)
-        parties: dict[int, list[int]] = {}
-        for rank, value in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            parties.setdefault(int(value), []).append(rank)
-        if len(parties) > 1:
-            raise ValueError(_disagreement(list(parties.values()), number, stage))
+        if samples.size() > 1:
+            mine = torch.tensor(digest(batch), device=device)
+            gathered = [torch.empty_like(mine) for _ in range(samples.size())]
+            dist.all_gather(gathered, mine, group=samples)
+            parties = who_agrees([int(value) for value in gathered], samples)
+            if len(parties) > 1:
+                raise ValueError(_disagreement(parties, number, stage))
+        if trainer.training:
+            check_streams(self._streams, data, device, stage)
 
 
-def digest(batch: Any) -> int:
-    """Computes a 64-bit signed hash of everything in ``batch`` that has a value; of other objects their type counts."""
-    state = hashlib.blake2b(digest_size=8)
-    for piece in _pieces(batch):
-        state.update(piece)
-    return int.from_bytes(state.digest(), "big", signed=True)
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield f"{value.dtype}{value.shape}".encode()
-        yield value.tobytes()
-    elif isinstance(value, str | bytes | numbers.Number | None):
-        yield repr(value).encode()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _pieces(item)
-    elif isinstance(value, list | tuple):
-        yield f"{type(value).__name__}{len(value)}".encode()
-        for item in value:
-            yield from _pieces(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _pieces(getattr(value, field.name))
-    else:
-        yield type(value).__qualname__.encode()
+def _stage(trainer: "pl.Trainer") -> str:
+    assert trainer.state.stage is not None
+    return trainer.state.stage.value
 
 
 def _disagreement(parties: list[list[int]], number: int, stage: str) -> str:
-    different = " and ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in parties)
     return (
-        f"{different} have different data in batch {number} of {stage}, but they compute one model together (tp, cp) "
-        "and must see the same samples in the same order. Leave the samples to the trainer "
+        f"{shown(parties)} have different data in batch {number} of {stage}, but they compute one model together (tp, "
+        "cp) and must see the same samples in the same order. Leave the samples to the trainer "
         "(Trainer(use_distributed_sampler=True)), or seed what is random (L.seed_everything, a generator with a fixed "
         "seed), or divide the samples by strategy.data_rank and strategy.data_size instead of the global rank"
     )

@@ -1,12 +1,48 @@
-"""One stream for all data ranks: each reads all of it, and takes every so-manyth sample."""
+"""One stream for all data ranks: each reads all of it, takes every so-manyth sample, and asks whether it is one.
+
+::
+
+    rank 0 reads  a b c d e f ..  takes  a   c   e        a stream that takes its own part, or shuffles without a seed:
+    rank 1 reads  a b c d e f ..  takes    b   d   f      rank 0 reads  a c e ..  rank 1 reads  b d f ..  is an error
+"""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_automodel._compat.datasets import is_split_by_node
+from lightning_automodel.strategies.data.digests import digest, shown, who_agrees
+
+FIRST = 16  # samples: buffers that shuffle differ in the first ones
+_DECLARED = "sharded_by_data_rank"
+
+
+class FirstSamples:
+    """What the first worker of a loader reads in its first pass, in memory that a rank shares with its workers.
+
+    Attributes:
+        digests: of each sample, 64-bit; 0 where none was read yet.
+    """
+
+    def __init__(self) -> None:
+        self.digests = torch.zeros(FIRST, dtype=torch.int64).share_memory_()
+        self._has_begun = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    def noted(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield ``samples``, and note the first ones, unless an earlier pass or another worker does."""
+        worker = get_worker_info()
+        if not self._has_begun and (worker is None or worker.id == 0):
+            self._has_begun.fill_(True)
+            for number, sample in enumerate(islice(samples, FIRST)):
+                self.digests[number] = digest(sample) or 1
+                yield sample
+        yield from samples
 
 
 class ShareOfStream(IterableDataset):
@@ -14,7 +50,8 @@ class ShareOfStream(IterableDataset):
 
     Every rank reads the whole stream, which must be the same on all of them. A dataset that reads its own part only
     says so by an attribute ``sharded_by_data_rank = True``, and is left alone; so is what Hugging Face's
-    ``split_dataset_by_node`` returns.
+    ``split_dataset_by_node`` returns. With ``sharded_by_data_rank = False`` its samples may differ between ranks, for
+    random augmentation; without the attribute that is an error.
 
     Attributes of the dataset are read and set through its share, for worker functions and states.
 
@@ -24,10 +61,20 @@ class ShareOfStream(IterableDataset):
         size: number of shares.
         drop_last: shares end together, so that no rank waits for another one's last batch.
         seen: samples at the beginning that are nobody's.
+        first_samples: those of a share that this one replaces.
     """
 
-    def __init__(self, dataset: IterableDataset, rank: int, size: int, drop_last: bool, seen: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        rank: int,
+        size: int,
+        drop_last: bool,
+        seen: int = 0,
+        first_samples: FirstSamples | None = None,
+    ) -> None:
         vars(self).update(dataset=dataset, rank=rank, size=size, drop_last=drop_last, seen=seen)
+        vars(self)["first_samples"] = first_samples or FirstSamples()
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
@@ -37,7 +84,7 @@ class ShareOfStream(IterableDataset):
 
     def _divided(self, samples: Iterator[Any]) -> Iterator[Any]:
         seen = 0
-        for seen, sample in enumerate(samples, start=1):
+        for seen, sample in enumerate(self.first_samples.noted(samples), start=1):
             position = (seen - 1) % self.size
             if position == self.rank:
                 mine = sample
@@ -62,9 +109,11 @@ class ShareOfStream(IterableDataset):
 def share_of_loader(loader: DataLoader, rank: int, size: int, drop_last: bool, seen: int = 0) -> DataLoader:
     """Makes a loader with the class and all attributes of ``loader``, over a share of its iterable dataset."""
     shared = copy.copy(loader)
-    stream = loader.dataset.dataset if isinstance(loader.dataset, ShareOfStream) else loader.dataset
+    before = loader.dataset if isinstance(loader.dataset, ShareOfStream) else None
+    stream = loader.dataset if before is None else before.dataset
     assert isinstance(stream, IterableDataset)
-    dataset = ShareOfStream(stream, rank, size, drop_last, seen)
+    first_samples = None if before is None else before.first_samples
+    dataset = ShareOfStream(stream, rank, size, drop_last, seen, first_samples)
     # DataLoader refuses a new dataset, since its samplers would be of the old one; streams have none.
     vars(shared).update(dataset=dataset, _iterator=None)
     return shared
@@ -74,4 +123,54 @@ def divides_itself(dataset: object) -> bool:
     """Tells whether an iterable dataset takes its own share, by ``sharded_by_data_rank`` or
     ``split_dataset_by_node``.
     """
-    return bool(getattr(dataset, "sharded_by_data_rank", False)) or is_split_by_node(dataset)
+    return bool(getattr(dataset, _DECLARED, False)) or is_split_by_node(dataset)
+
+
+def compared_streams(loaders: Iterable[Any]) -> list[FirstSamples]:
+    """Collects what was read of the streams among ``loaders`` that are divided, and must be the same on all ranks."""
+    datasets = (getattr(loader, "dataset", None) for loader in loaders)
+    shares = (dataset for dataset in datasets if isinstance(dataset, ShareOfStream))
+    return [share.first_samples for share in shares if getattr(share, _DECLARED, None) is not False]
+
+
+def first_digest(loaders: Iterable[Any]) -> int:
+    """Compute one of the first samples of all streams among ``loaders``; 0 if there are none, or one gave nothing."""
+    digests = [int(first.digests[0]) for first in compared_streams(loaders)]
+    return digest(digests) if digests and all(digests) else 0
+
+
+def check_streams(streams: list[FirstSamples], group: ProcessGroup, device: torch.device, stage: str) -> None:
+    """Compares what the ranks of ``group`` have read so far. Collective if there are any.
+
+    Args:
+        streams: as many on all ranks.
+        group: the data ranks.
+        device: that the group communicates on.
+        stage: named in the error.
+
+    Raises:
+        ValueError: on every rank of the group, with the global ranks that differ.
+    """
+    if not streams or group.size() == 1:
+        return
+    mine = torch.cat([stream.digests for stream in streams]).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    for number, digests in enumerate(torch.stack(gathered).T.tolist()):
+        refuse_unlike(digests, group, number % FIRST, stage)
+
+
+def refuse_unlike(digests: list[int], group: ProcessGroup, number: int, stage: str) -> None:
+    """Refuses a stream of which ranks have read another sample than others; those that read none have 0.
+
+    Raises:
+        ValueError: with the global ranks that differ.
+    """
+    if all(digests) and len(set(digests)) > 1:
+        raise ValueError(
+            f"{shown(who_agrees(digests, group))} read different streams (sample {number} of {stage}), but each takes "
+            "its share of one stream, so samples would come twice and others never. If the dataset reads a part of "
+            "its own on each rank, by strategy.data_rank of strategy.data_size, say so: dataset.sharded_by_data_rank = "
+            "True. If it shuffles, give it the same seed on all ranks. If its order is one, and only random "
+            "augmentation differs: dataset.sharded_by_data_rank = False"
+        )

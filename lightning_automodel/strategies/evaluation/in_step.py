@@ -47,6 +47,7 @@ from lightning_automodel._compat.lightning.evaluation_loops import (
     is_sequential,
     set_fetcher,
 )
+from lightning_automodel.strategies.data.streams import first_digest, refuse_unlike
 from lightning_automodel.strategies.evaluation.fillers import fresh_containers, run_filler
 
 STREAM = -1  # in place of a loader's length
@@ -75,10 +76,12 @@ class EvenEvaluation:
         fetcher = get_fetcher(loop)
         if group.size() == 1 or not isinstance(fetcher, PrefetchDataFetcher):
             return
-        lengths = loader_lengths(fetcher.combined_loader)
+        combined = fetcher.combined_loader
+        loaders = [[each] for each in combined.flattened] if is_sequential(combined) else [combined.flattened]
+        assert trainer.state.stage is not None
         self._rounds = Rounds(
-            DataRanks(group, device),
-            lengths,
+            DataRanks(group, device, lambda loader: first_digest(loaders[loader]), trainer.state.stage.value),
+            loader_lengths(combined),
             fill=lambda *args: self._fill(trainer, loop, *args),
             end=lambda loader: end_loader(loop, loader),
         )
@@ -136,22 +139,31 @@ class DataRanks:
     Args:
         group: the data ranks.
         device: that the group communicates on.
+        first_sample: computes a digest of the first sample of a loader's stream; 0 if there is none.
+        stage: named in errors.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, first_sample: Callable[[int], int], stage: str
+    ) -> None:
+        self._group, self._device, self._first_sample, self._stage = group, device, first_sample, stage
 
     @property
     def rank(self) -> int:
         """Return the place of this rank among them."""
         return self._group.rank()
 
-    def gather(self, length: int, has_batch: bool) -> tuple[list[int], list[int]]:
-        """Tell the length of a loader and whether there is a batch of it; return those of all ranks, in order."""
-        mine = torch.tensor([length, int(has_batch)], device=self._device)
+    def gather(self, loader: int, length: int, has_batch: bool) -> tuple[list[int], list[int]]:
+        """Tell the length of a loader and whether there is a batch of it; return those of all ranks, in order.
+
+        Raises:
+            ValueError: on every rank, if they read different streams.
+        """
+        mine = torch.tensor([length, int(has_batch), self._first_sample(loader)], device=self._device)
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(gathered, mine, group=self._group)
-        lengths, has = torch.stack(gathered).T.tolist()
+        lengths, has, first_samples = torch.stack(gathered).T.tolist()
+        refuse_unlike(first_samples, self._group, 0, self._stage)
         return lengths, has
 
     def any(self, active: bool) -> bool:
@@ -219,7 +231,7 @@ class Rounds:
         self._exchange()
 
     def _enter(self, has_batch: bool) -> None:
-        lengths, has = self._ranks.gather(self._lengths[self._loader], has_batch)
+        lengths, has = self._ranks.gather(self._loader, self._lengths[self._loader], has_batch)
         self._done = 0
         self._rounds = None if STREAM in lengths else max(lengths)
         if not any(has):

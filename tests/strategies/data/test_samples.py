@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_automodel.strategies.data.agreement import digest
+from lightning_automodel.strategies.data.digests import digest
 from lightning_automodel.strategies.data.rest_of_epoch import RestOfOrder
 from lightning_automodel.strategies.data.samplers import share_of_sampler
 from lightning_automodel.strategies.data.streams import ShareOfStream, divides_itself, share_of_loader

@@ -36,7 +36,7 @@ class Threads:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank = meeting, rank
 
-    def gather(self, length: int, has_batch: bool) -> tuple[list[int], list[int]]:
+    def gather(self, loader: int, length: int, has_batch: bool) -> tuple[list[int], list[int]]:
         lengths, has = zip(*self.meeting.gather(self.rank, (length, int(has_batch))), strict=True)
         return list(lengths), list(has)
 
@@ -98,5 +98,5 @@ def test_a_rank_with_a_batch_does_not_wait_for_its_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(in_step.dist, "all_reduce", lambda *_, **__: None)
     group: Any = None
     with played_cuda(), Moves() as moves:
-        assert DataRanks(group, torch.device("cuda")).any(True)
+        assert DataRanks(group, torch.device("cuda"), lambda loader: 0, "validate").any(True)
     assert not moves.found
