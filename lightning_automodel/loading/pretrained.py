@@ -217,8 +217,9 @@ def _refuse_adapters(model: PreTrainedModel, source: Any) -> None:
     if getattr(model, "peft_config", None):
         raise ValueError(
             f"{source} holds an adapter (adapter_config.json), which transformers would read into a "
-            f"{class_names(model)[0]} that is sharded already; give from_pretrained a folder with the base alone (that "
-            "of base_model_name_or_path), and call peft.PeftModel.from_pretrained(base, the adapter's folder) after it"
+            f"{class_names(model)[0]} that is sharded already. Move the adapter's files into a folder of their own, or "
+            "give the folder of its base (base_model_name_or_path); then call peft.PeftModel.from_pretrained(base, the "
+            "adapter's folder) behind from_pretrained, or give both to CausalLM (model, peft)"
         )
 
 
