@@ -45,10 +45,17 @@ from lightning_automodel._compat.lightning.evaluation_loops import (
     end_loader,
     get_fetcher,
     is_sequential,
+    mode_of,
     set_fetcher,
 )
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.evaluation.fillers import fresh_containers, run_filler
 
+LENGTHS_DECIDE = {  # by mode of several loaders
+    "min_size": "some samples are left out",
+    "max_size_cycle": "some samples count twice",
+    "max_size": "a step that runs the model once per loader waits forever where another data rank is given None",
+}
 STREAM = -1  # in place of a loader's length
 Step = tuple[str, tuple[Any, ...]]  # name of the strategy's hook, and its arguments
 
@@ -76,6 +83,7 @@ class EvenEvaluation:
         if group.size() == 1 or not isinstance(fetcher, PrefetchDataFetcher):
             return
         lengths = loader_lengths(fetcher.combined_loader)
+        warn_of_unlike_shares(fetcher.combined_loader, group)
         self._rounds = Rounds(
             DataRanks(group, device),
             lengths,
@@ -262,6 +270,22 @@ def loader_lengths(loader: CombinedLoader) -> list[int]:
         return [STREAM]
     limits = loader.limits or [float("inf")] * len(loader.flattened)
     return [_length(each, limit) for each, limit in zip(loader.flattened, limits, strict=True)]
+
+
+def warn_of_unlike_shares(loader: CombinedLoader, group: ProcessGroup) -> None:
+    """Warn where each step takes a batch of every loader, and the ranks have unlike numbers. Collective if so."""
+    mode = mode_of(loader)
+    if mode not in LENGTHS_DECIDE:
+        return
+    lengths: list[Any] = [None] * group.size()
+    dist.all_gather_object(lengths, [sized_len(each) for each in loader.flattened], group=group)
+    if any(each != lengths[0] for each in lengths):
+        shown = ", ".join(f"data rank {rank}: {each}" for rank, each in enumerate(lengths))
+        warn_once(
+            f"the data ranks have different numbers of batches of the loaders of CombinedLoader(mode={mode!r}) "
+            f"({shown}), so {LENGTHS_DECIDE[mode]}, unlike in one process. Use "
+            "mode='sequential', or numbers of samples that divide"
+        )
 
 
 def _length(loader: Any, limit: float) -> int:
