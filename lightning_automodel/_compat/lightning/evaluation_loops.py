@@ -26,6 +26,11 @@ def set_fetcher(loop: EvaluationLoop, fetcher: PrefetchDataFetcher) -> None:
     loop._data_fetcher = fetcher
 
 
+def mode_of(loader: CombinedLoader) -> str:
+    """Returns how the batches of several loaders are combined."""
+    return loader._mode
+
+
 def is_sequential(loader: CombinedLoader) -> bool:
     """Tells whether one loader follows the other, so that batches say which loader they come from."""
     return loader._mode == "sequential"

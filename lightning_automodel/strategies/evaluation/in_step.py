@@ -48,6 +48,7 @@ from lightning_automodel._compat.lightning.evaluation_loops import (
     set_fetcher,
 )
 from lightning_automodel.strategies.data.streams import first_digest, refuse_unlike
+from lightning_automodel.strategies.evaluation.combined import warn_of_unlike_shares
 from lightning_automodel.strategies.evaluation.fillers import fresh_containers, run_filler
 
 STREAM = -1  # in place of a loader's length
@@ -79,6 +80,7 @@ class EvenEvaluation:
         combined = fetcher.combined_loader
         loaders = [[each] for each in combined.flattened] if is_sequential(combined) else [combined.flattened]
         assert trainer.state.stage is not None
+        warn_of_unlike_shares(combined, group)
         self._rounds = Rounds(
             DataRanks(group, device, lambda loader: first_digest(loaders[loader]), trainer.state.stage.value),
             loader_lengths(combined),

@@ -1,9 +1,11 @@
 """Evaluation on data ranks with different numbers of batches: the numbers of one process, no hang, no trace."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
@@ -143,6 +145,36 @@ def test_shares_of_unlike_numbers_of_batches(share: float, rows: int, nursery: N
     of_one, of_two = ({f"limit_{stage}_batches": limit for stage in stages} for limit in (rows, share))
     (one,) = Pool(nursery, 1).run(evaluate, 1, 1, [9], False, trainer=True, **of_one)
     check(pool2.run(evaluate, 2, 1, [9], False, trainer=True, **of_two), one)
+
+
+class OfBoth(TinyModule):
+    """Runs the model once per step."""
+
+    def validation_step(self, batch: list[Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch = [batch] if isinstance(batch[0], Tensor) else batch  # one loader after the other
+        self.loss([torch.cat([each[0] for each in batch if each is not None])])
+
+
+def warnings_of(mode: Any, counts: list[int]) -> list[str]:
+    """Evaluate over loaders of ``counts`` rows, combined; what is told of unlike shares."""
+    combined = CombinedLoader([loader(count) for count in counts], mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(2).validate(OfBoth(), combined, verbose=False)
+    return [text for each in caught if "CombinedLoader(mode" in (text := str(each.message))]
+
+
+@pytest.mark.slow
+def test_combined_loaders_of_unlike_shares_are_told_of(pool2: Pool) -> None:
+    """Of three rows a rank has two and the other one, which decides there how far the other loader is read."""
+
+    def told(mode: str, counts: list[int]) -> list[str]:
+        return pool2.run(warnings_of, mode, counts, trainer=True)[0]
+
+    assert [("left out" in text, "data rank 1: [4, 1]" in text) for text in told("min_size", [8, 3])] == [(True, True)]
+    assert ["count twice" in text for text in told("max_size_cycle", [8, 3])] == [True]
+    assert ["waits forever" in text for text in told("max_size", [8, 3])] == [True]
+    assert told("min_size", [8, 4]) == told("sequential", [8, 3]) == []
 
 
 class OfSteps(TinyModule):
