@@ -20,7 +20,7 @@ from lightning_automodel.finetuning import CausalLM
 from lightning_automodel.testing.pool import Pool
 from tests.support.training import make_trainer, rows, tiny_llama
 
-FROM, STEPS, ACCUMULATED = 3, 4, 2
+FROM, STEPS, ACCUMULATED = 6, 4, 2  # behind batch 10, which ranks compare, and before the next one, 100
 MICRO_BATCHES = STEPS * ACCUMULATED
 LAYERS = 2
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
