@@ -2,6 +2,7 @@
 data ranks read first of the streams that they share.
 """
 
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ class Agreement:
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
         self._streams: list[FirstSamples] = []
+        self._loader: weakref.ref[Any] | None = None  # what is loaded anew goes
 
     def start(self, trainer: "pl.Trainer") -> None:
         """Begins the trainer's present stage, whose first batches are to be compared."""
@@ -33,6 +35,7 @@ class Agreement:
         if trainer.training:
             loader = training_loader(trainer)
             self._streams = [] if loader is None else compared_streams(loader.flattened)
+            self._loader = None if loader is None else weakref.ref(loader)
 
     def check(
         self, batch: Any, trainer: "pl.Trainer", samples: ProcessGroup, data: ProcessGroup, device: torch.device
@@ -49,6 +52,8 @@ class Agreement:
         Raises:
             ValueError: on every rank of a group, with the global ranks that differ.
         """
+        if self._loader is not None and trainer.training and training_loader(trainer) is not self._loader():
+            self.start(trainer)  # loaded anew, for a later epoch
         stage = _stage(trainer)
         number = self._seen.get(stage, 0)
         self._seen[stage] = number + 1

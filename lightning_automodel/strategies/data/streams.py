@@ -8,7 +8,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,18 +31,29 @@ class FirstSamples:
     """
 
     def __init__(self) -> None:
-        self.digests = torch.zeros(FIRST, dtype=torch.int64).share_memory_()
-        self._has_begun = torch.zeros((), dtype=torch.bool).share_memory_()
+        self.digests = torch.zeros(FIRST, dtype=torch.int64, device="cpu").share_memory_()
+        self._has_begun = torch.zeros((), dtype=torch.bool, device="cpu").share_memory_()
 
     def noted(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Yield ``samples``, and note the first ones, unless an earlier pass or another worker does."""
         worker = get_worker_info()
-        if not self._has_begun and (worker is None or worker.id == 0):
+        is_noted = not self._has_begun and (worker is None or worker.id == 0)
+        if is_noted:
             self._has_begun.fill_(True)
-            for number, sample in enumerate(islice(samples, FIRST)):
+        for number, sample in enumerate(samples):  # not ``yield from``: who stops would close an iterator of the user's
+            if is_noted and number < FIRST:
                 self.digests[number] = digest(sample) or 1
-                yield sample
-        yield from samples
+            yield sample
+
+
+@dataclass(frozen=True)
+class _Share:
+    stream: IterableDataset
+    rank: int
+    size: int
+    drop_last: bool
+    seen: int
+    first_samples: FirstSamples
 
 
 class ShareOfStream(IterableDataset):
@@ -53,7 +64,8 @@ class ShareOfStream(IterableDataset):
     ``split_dataset_by_node`` returns. With ``sharded_by_data_rank = False`` its samples may differ between ranks, for
     random augmentation; without the attribute that is an error.
 
-    Attributes of the dataset are read and set through its share, for worker functions and states.
+    Attributes of the dataset are read and set through its share, for worker functions and states; it has but one of its
+    own.
 
     Args:
         dataset: the stream; in a worker process, that worker's part of it.
@@ -73,44 +85,44 @@ class ShareOfStream(IterableDataset):
         seen: int = 0,
         first_samples: FirstSamples | None = None,
     ) -> None:
-        vars(self).update(dataset=dataset, rank=rank, size=size, drop_last=drop_last, seen=seen)
-        vars(self)["first_samples"] = first_samples or FirstSamples()
+        vars(self)["_share"] = _Share(dataset, rank, size, drop_last, seen, first_samples or FirstSamples())
 
     def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.dataset)
-        for _ in range(self.seen):  # when the iteration begins, not with its first sample
+        samples = iter(self._share.stream)
+        for _ in range(self._share.seen):  # when the iteration begins, not with its first sample
             next(samples, None)
         return self._divided(samples)
 
     def _divided(self, samples: Iterator[Any]) -> Iterator[Any]:
-        seen = 0
-        for seen, sample in enumerate(self.first_samples.noted(samples), start=1):
-            position = (seen - 1) % self.size
-            if position == self.rank:
+        share, seen = self._share, 0
+        for seen, sample in enumerate(share.first_samples.noted(samples), start=1):
+            position = (seen - 1) % share.size
+            if position == share.rank:
                 mine = sample
-            if position == self.size - 1:  # not earlier: the round may be incomplete
+            if position == share.size - 1:  # not earlier: the round may be incomplete
                 yield mine
-        if seen % self.size > self.rank and not self.drop_last:
+        if seen % share.size > share.rank and not share.drop_last:
             yield mine
 
     def __len__(self) -> int:
-        samples = max(len(self.dataset) - self.seen, 0)
-        return samples // self.size if self.drop_last else len(range(self.rank, samples, self.size))
+        share = self._share
+        samples = max(len(share.stream) - share.seen, 0)
+        return samples // share.size if share.drop_last else len(range(share.rank, samples, share.size))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # a copy that is not filled yet
+        if name == "_share" or name.startswith("__"):  # a copy that is not filled yet
             raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return getattr(self._share.stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
+        setattr(self._share.stream, name, value)
 
 
 def share_of_loader(loader: DataLoader, rank: int, size: int, drop_last: bool, seen: int = 0) -> DataLoader:
     """Makes a loader with the class and all attributes of ``loader``, over a share of its iterable dataset."""
     shared = copy.copy(loader)
-    before = loader.dataset if isinstance(loader.dataset, ShareOfStream) else None
-    stream = loader.dataset if before is None else before.dataset
+    before = loader.dataset._share if isinstance(loader.dataset, ShareOfStream) else None
+    stream = loader.dataset if before is None else before.stream
     assert isinstance(stream, IterableDataset)
     first_samples = None if before is None else before.first_samples
     dataset = ShareOfStream(stream, rank, size, drop_last, seen, first_samples)
@@ -130,12 +142,16 @@ def compared_streams(loaders: Iterable[Any]) -> list[FirstSamples]:
     """Collects what was read of the streams among ``loaders`` that are divided, and must be the same on all ranks."""
     datasets = (getattr(loader, "dataset", None) for loader in loaders)
     shares = (dataset for dataset in datasets if isinstance(dataset, ShareOfStream))
-    return [share.first_samples for share in shares if getattr(share, _DECLARED, None) is not False]
+    return [share._share.first_samples for share in shares if getattr(share, _DECLARED, None) is not False]
 
 
-def first_digest(loaders: Iterable[Any]) -> int:
-    """Compute one of the first samples of all streams among ``loaders``; 0 if there are none, or one gave nothing."""
+def first_digest(loaders: Iterable[Any], have_ended: bool) -> int:
+    """Compute one of the first samples of all streams among ``loaders``; 0 if there are none, or one gave nothing yet,
+    and -1 for a single one that has ended without any.
+    """
     digests = [int(first.digests[0]) for first in compared_streams(loaders)]
+    if have_ended and digests == [0]:
+        return -1
     return digest(digests) if digests and all(digests) else 0
 
 

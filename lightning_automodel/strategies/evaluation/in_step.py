@@ -82,7 +82,7 @@ class EvenEvaluation:
         assert trainer.state.stage is not None
         warn_of_unlike_shares(combined, group)
         self._rounds = Rounds(
-            DataRanks(group, device, lambda loader: first_digest(loaders[loader]), trainer.state.stage.value),
+            DataRanks(group, device, lambda i, ended: first_digest(loaders[i], ended), trainer.state.stage.value),
             loader_lengths(combined),
             fill=lambda *args: self._fill(trainer, loop, *args),
             end=lambda loader: end_loader(loop, loader),
@@ -141,12 +141,13 @@ class DataRanks:
     Args:
         group: the data ranks.
         device: that the group communicates on.
-        first_sample: computes a digest of the first sample of a loader's stream; 0 if there is none.
+        first_sample: computes a digest of the first sample of a loader's stream, which may have ended; 0 if there is
+            none.
         stage: named in errors.
     """
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, first_sample: Callable[[int], int], stage: str
+        self, group: ProcessGroup, device: torch.device, first_sample: Callable[[int, bool], int], stage: str
     ) -> None:
         self._group, self._device, self._first_sample, self._stage = group, device, first_sample, stage
 
@@ -161,7 +162,8 @@ class DataRanks:
         Raises:
             ValueError: on every rank, if they read different streams.
         """
-        mine = torch.tensor([length, int(has_batch), self._first_sample(loader)], device=self._device)
+        first_sample = self._first_sample(loader, not has_batch)
+        mine = torch.tensor([length, int(has_batch), first_sample], device=self._device)
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(gathered, mine, group=self._group)
         lengths, has, first_samples = torch.stack(gathered).T.tolist()

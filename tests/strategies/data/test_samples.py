@@ -1,5 +1,6 @@
 """Which samples each rank sees: in a TP group the same, on data ranks different ones, in evaluation each one once."""
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Iterator
@@ -160,9 +161,14 @@ def test_a_share_is_transparent() -> None:
     assert (share.count, stream.count) == (7, 7)
     assert not hasattr(share, "state_dict")
     copied = pickle.loads(pickle.dumps(share))
-    assert (copied.count, copied.rank, len(list(copied))) == (7, 1, 3)
+    assert (copied.count, len(list(copied))) == (7, 3)
     with pytest.raises(TypeError):
         len(share)
+    share.dataset, share.rank, share.size, share.seen = own = ("inner", 5, 9, 2)  # names of its own
+    assert (share.dataset, share.rank, share.size, share.seen) == own
+    assert len(list(share)) == 3
+    with torch.device("meta"):  # as under torch.set_default_device
+        assert len(list(ShareOfStream(stream, 0, 2, drop_last=True))) == 3
 
 
 class SplitByNode(Stream):
@@ -342,4 +348,24 @@ def test_digests_see_every_value() -> None:
         {"x": torch.empty(0), "y": torch.zeros(2, dtype=torch.bool).numpy()},
     ]
     assert len({digest(batch) for batch in batches}) == len(batches)
-    assert digest(batches[0]) == digest({"x": torch.zeros(2), "y": [1, "a", None]})
+    assert digest(batches[0]) == digest({"y": [1, "a", None], "x": torch.zeros(2)})
+
+
+@dataclasses.dataclass
+class Node:
+    """A sample that holds others, and itself."""
+
+    value: int
+    others: list[Any]
+    later: Any = dataclasses.field(init=False)
+
+
+def test_digests_take_what_samples_hold() -> None:
+    nodes = [Node(value, []) for value in (1, 1, 2)]
+    for node in nodes:
+        node.others += [node, Node]
+    assert digest(nodes[0]) == digest(nodes[1]) != digest(nodes[2])
+    complex_numbers = torch.tensor([1 + 2j])
+    assert digest(complex_numbers.conj()) == digest(torch.tensor([1 - 2j])) != digest(complex_numbers)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert digest([nested, torch.ones(2, device="meta")]) == digest([nested, torch.ones(3, device="meta")])

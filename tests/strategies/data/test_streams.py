@@ -75,6 +75,23 @@ class Workers(Stream):
         return ((rows(self.count)[i],) for i in part)
 
 
+class Kept(Stream):
+    """Goes on where the last pass was left."""
+
+    rest: Any = None
+
+    def __iter__(self) -> Any:
+        self.rest = self.rest or super().__iter__()
+        return self.rest
+
+
+class OnFirstRank(Stream):
+    """One file, which is the first rank's."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__() if os.environ["RANK"] == "0" else iter(())
+
+
 def hugging_face(seed: int | None) -> Any:
     """A stream of datasets that shuffles in a buffer."""
 
@@ -101,6 +118,8 @@ MAKE: dict[str, Callable[[], Any]] = {
     "declared": lambda: Augmented(24, declares=True),
     "workers": lambda: Workers(24),
     "shuffling": lambda: Shuffling(24),
+    "kept": lambda: Kept(24),
+    "on first rank": lambda: OnFirstRank(24),
 }
 
 
@@ -148,6 +167,11 @@ def test_passes_in_other_orders_are_not_compared_with_each_other(limits: dict[st
     assert [len(share) for share in shares] == [4 * 2 * batches] * 2
 
 
+def test_a_stream_that_goes_on_is_not_closed_between_epochs(pool2: Pool) -> None:
+    shares = pool2.run(fit, "kept", 0, {}, trainer=True, max_epochs=3, limit_train_batches=2)
+    assert shares == [list(range(0, 24, 2)), list(range(1, 24, 2))]
+
+
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [("by rank", 0), ("by environment", 2), ("unseeded", 1), ("hf unseeded", 0), ("augmented", 0)],
@@ -158,8 +182,28 @@ def test_streams_that_are_not_one_are_an_error(kind: str, workers: int, pool2: P
         assert "of train), but each takes its share" in str(error)
 
 
-def test_streams_of_an_evaluation_that_are_not_one_are_an_error(pool2: Pool) -> None:
-    for error in pool2.run(evaluate, "by rank", trainer=True):
+def fit_later(kinds: list[str]) -> list[int] | str:
+    """The same of a run that asks for another stream in each epoch."""
+    module = TinyModule()
+    module.train_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
+        MAKE[kinds[module.current_epoch]](), batch_size=2, collate_fn=collate
+    )
+    try:
+        trainer(2, max_epochs=len(kinds), reload_dataloaders_every_n_epochs=1).fit(module)
+    except ValueError as error:
+        return str(error)
+    return module.seen["train"]
+
+
+def test_streams_of_later_epochs_are_compared(pool2: Pool) -> None:
+    for error in pool2.run(fit_later, ["hf", "by rank"], trainer=True):
+        assert str(error).startswith("rank 0 and rank 1 read different streams (sample 0 of train)")
+    assert [len(share) for share in pool2.run(fit_later, ["hf", "workers"], trainer=True)] == [24, 24]
+
+
+@pytest.mark.parametrize("kind", ["by rank", "on first rank"])
+def test_streams_of_an_evaluation_that_are_not_one_are_an_error(kind: str, pool2: Pool) -> None:
+    for error in pool2.run(evaluate, kind, trainer=True):
         assert str(error).startswith("rank 0 and rank 1 read different streams (sample 0 of validate)")
     shares = pool2.run(evaluate, "hf", trainer=True)
     assert sorted(shares[0] + shares[1]) == [0, *range(24)]
