@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 from lightning_automodel import DDPConfig, DDPStrategy
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.gradients import to_local_if_dtensor
 from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.modules.structure import find_blocks
+from lightning_automodel.parallel.precision.autocast import install_autocast, widen_stream
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.parallel.levers.support import token_ids
@@ -77,6 +80,36 @@ def test_of_logits_stream_and_products(pool2: Pool) -> None:
         assert {name: seen for name, (seen, _) in found.items()} == EXPECTED
         assert all(error < 0.1 for _, error in found.values()), found
         assert found["stream"][1] < found["output"][1]  # what the wide stream is for
+
+
+T5 = T5Config(vocab_size=61, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4)
+BART = BartConfig(
+    vocab_size=61,
+    d_model=24,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32),
+)
+
+
+@pytest.mark.parametrize("config", [T5, BART], ids=["t5", "bart"])
+def test_of_streams_of_encoder_and_decoder(config: Any) -> None:
+    model = AutoModelForSeq2SeqLM.from_config(config).bfloat16()
+    install_autocast(model, torch.bfloat16, "cpu")
+    widen_stream(model, torch.float32)
+    seen: dict[str, set[torch.dtype]] = {}
+    for name, block in find_blocks(model).items():
+        seen[name] = set()
+        block.register_forward_pre_hook(lambda module, args, dtypes=seen[name]: dtypes.add(args[0].dtype))
+        block.register_forward_hook(lambda module, args, out, dtypes=seen[name]: dtypes.add(first_of(out).dtype))
+    with Products() as products:
+        model(input_ids=token_ids() % 61, decoder_input_ids=token_ids(1) % 61)
+    assert [*seen.values()] == [{torch.float32}] * 2
+    assert products.dtypes == {torch.bfloat16}
+
+
+def first_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 class Dtypes(TinyModule):
