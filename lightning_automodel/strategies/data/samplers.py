@@ -29,6 +29,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterDataPipe,
     RandomSampler,
     SequentialSampler,
 )
@@ -146,11 +147,10 @@ def process_dataloader(
     is_divided = uses_distributed_sampler(trainer) and is_stream
     # Before Lightning does, by the global rank: a TP group must augment alike, and who reads one stream draw its order.
     add_worker_init_fn(loader, 0 if is_divided else rank)
-    if size == 1:
-        return loader
-    if is_divided:
+    is_pipe = isinstance(loader.dataset, IterDataPipe)  # which a loader divides among all processes, those of tp, too
+    if is_divided and (size > 1 or is_pipe):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
-    return loader if trainer.training or group is None else _with_agreed_length(loader, trainer, group)
+    return loader if size == 1 or trainer.training or group is None else _with_agreed_length(loader, trainer, group)
 
 
 def check_training_lengths(batches: int | float, device: torch.device) -> None:

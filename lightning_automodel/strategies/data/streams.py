@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from lightning_automodel._compat.datasets import is_split_by_node
 from lightning_automodel.strategies.data.digests import digest, shown, who_agrees
@@ -88,6 +89,9 @@ class ShareOfStream(IterableDataset):
         vars(self)["_share"] = _Share(dataset, rank, size, drop_last, seen, first_samples or FirstSamples())
 
     def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if worker is not None and isinstance(self._share.stream, IterDataPipe):
+            _divide_among_workers(self._share.stream, worker.num_workers, worker.id, worker.seed - worker.id)
         samples = iter(self._share.stream)
         for _ in range(self._share.seen):  # when the iteration begins, not with its first sample
             next(samples, None)
@@ -116,6 +120,14 @@ class ShareOfStream(IterableDataset):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._share.stream, name, value)
+
+
+def _divide_among_workers(pipe: IterDataPipe, workers: int, worker: int, seed: int) -> None:
+    """Do what a ``DataLoader`` does for a datapipe, which it does not see in a share: all workers shuffle alike, and
+    each takes its part behind a ``sharding_filter``.
+    """
+    apply_random_seed(pipe, torch.Generator().manual_seed(seed))
+    apply_sharding(pipe, workers, worker)
 
 
 def share_of_loader(loader: DataLoader, rank: int, size: int, drop_last: bool, seen: int = 0) -> DataLoader:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_automodel.testing.pool import Pool
 from tests.strategies.modules import Stream, TinyModule, rows, trainer
@@ -107,6 +108,11 @@ def collate(samples: list[Any]) -> list[torch.Tensor]:
     return [torch.stack([rows(24)[s["number"]] if isinstance(s, dict) else s[0] for s in samples])]
 
 
+def pipe() -> Any:
+    """A datapipe that shuffles, and divides itself where it is told to."""
+    return IterableWrapper(range(24)).shuffle().sharding_filter().map(lambda number: {"number": number})
+
+
 MAKE: dict[str, Callable[[], Any]] = {
     "by rank": lambda: ByRank(24),
     "by environment": lambda: ByEnvironment(24),
@@ -118,6 +124,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "declared": lambda: Augmented(24, declares=True),
     "workers": lambda: Workers(24),
     "shuffling": lambda: Shuffling(24),
+    "pipe": pipe,
     "kept": lambda: Kept(24),
     "on first rank": lambda: OnFirstRank(24),
 }
@@ -153,7 +160,16 @@ def evaluate(kind: str) -> list[int] | str:
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [("hf", 0), ("hf", 2), ("workers", 2), ("declared", 0), ("declared", 1), ("shuffling", 0), ("shuffling", 1)],
+    [
+        ("hf", 0),
+        ("hf", 2),
+        ("workers", 2),
+        ("declared", 0),
+        ("declared", 1),
+        ("shuffling", 0),
+        ("shuffling", 1),
+        ("pipe", 2),
+    ],
 )
 def test_each_sample_of_one_stream_comes_once(kind: str, workers: int, pool2: Pool) -> None:
     shares = pool2.run(fit, kind, workers, {}, trainer=True)
@@ -207,6 +223,13 @@ def test_streams_of_an_evaluation_that_are_not_one_are_an_error(kind: str, pool2
         assert str(error).startswith("rank 0 and rank 1 read different streams (sample 0 of validate)")
     shares = pool2.run(evaluate, "hf", trainer=True)
     assert sorted(shares[0] + shares[1]) == [0, *range(24)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_group_shares_a_datapipe(workers: int, pool2: Pool) -> None:
+    first, second = pool2.run(fit, "pipe", workers, {"tp": 2}, trainer=True)
+    assert first == second
+    assert sorted(first) == list(range(24))
 
 
 def test_a_group_that_parts_ways_behind_a_buffer_is_told(pool2: Pool) -> None:
