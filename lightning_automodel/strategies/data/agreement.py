@@ -27,6 +27,7 @@ class Agreement:
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
         self._streams: list[FirstSamples] = []
+        self._epochs = (0, 0)  # in which streams were first and last compared
         self._loader: weakref.ref[Any] | None = None  # what is loaded anew goes
 
     def start(self, trainer: "pl.Trainer") -> None:
@@ -35,6 +36,7 @@ class Agreement:
         if trainer.training:
             loader = training_loader(trainer)
             self._streams = [] if loader is None else compared_streams(loader.flattened)
+            self._epochs = trainer.current_epoch, trainer.current_epoch
             self._loader = None if loader is None else weakref.ref(loader)
 
     def check(
@@ -57,17 +59,18 @@ class Agreement:
         stage = _stage(trainer)
         number = self._seen.get(stage, 0)
         self._seen[stage] = number + 1
-        if number >= COMPARED and number not in LATER:
-            return
-        if samples.size() > 1:
+        is_due = number < COMPARED or number in LATER
+        if is_due and samples.size() > 1:
             mine = torch.tensor(digest(batch), device=device)
             gathered = [torch.empty_like(mine) for _ in range(samples.size())]
             dist.all_gather(gathered, mine, group=samples)
             parties = who_agrees([int(value) for value in gathered], samples)
             if len(parties) > 1:
                 raise ValueError(_disagreement(parties, number, stage))
-        if trainer.training:
-            check_streams(self._streams, data, device, stage)
+        first, last = self._epochs
+        if trainer.training and (is_due or trainer.current_epoch != last):
+            self._epochs = first, trainer.current_epoch
+            check_streams(self._streams, data, device, stage, is_later=trainer.current_epoch != first)
 
 
 def _stage(trainer: "pl.Trainer") -> str:

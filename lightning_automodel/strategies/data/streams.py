@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from lightning_automodel._compat.datasets import is_split_by_node
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.data.digests import digest, shown, who_agrees
 
 FIRST = 16  # samples: buffers that shuffle differ in the first ones
@@ -25,24 +26,26 @@ _DECLARED = "sharded_by_data_rank"
 
 
 class FirstSamples:
-    """What the first worker of a loader reads in its first pass, in memory that a rank shares with its workers.
+    """What the first worker of a loader reads first in its present pass, in memory that a rank shares with its workers.
 
     Attributes:
+        passes: number of them so far [1].
         digests: of each sample, 64-bit; 0 where none was read yet.
     """
 
     def __init__(self) -> None:
+        self.passes = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
         self.digests = torch.zeros(FIRST, dtype=torch.int64, device="cpu").share_memory_()
-        self._has_begun = torch.zeros((), dtype=torch.bool, device="cpu").share_memory_()
 
     def noted(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``samples``, and note the first ones, unless an earlier pass or another worker does."""
+        """Yield ``samples``, and note the first ones, unless another worker does, or a later pass has begun."""
         worker = get_worker_info()
-        is_noted = not self._has_begun and (worker is None or worker.id == 0)
-        if is_noted:
-            self._has_begun.fill_(True)
+        own = None
+        if worker is None or worker.id == 0:
+            self.digests.zero_()
+            own = int(self.passes.add_(1))
         for number, sample in enumerate(samples):  # not ``yield from``: who stops would close an iterator of the user's
-            if is_noted and number < FIRST:
+            if number < FIRST and own == int(self.passes):
                 self.digests[number] = digest(sample) or 1
             yield sample
 
@@ -159,46 +162,54 @@ def compared_streams(loaders: Iterable[Any]) -> list[FirstSamples]:
 
 def first_digest(loaders: Iterable[Any], have_ended: bool) -> int:
     """Compute one of the first samples of all streams among ``loaders``; 0 if there are none, or one gave nothing yet,
-    and -1 for a single one that has ended without any.
+    or in later passes than the first, and -1 for a single one that has ended without any.
     """
-    digests = [int(first.digests[0]) for first in compared_streams(loaders)]
+    streams = compared_streams(loaders)
+    if any(int(stream.passes) > 1 for stream in streams):
+        return 0
+    digests = [int(stream.digests[0]) for stream in streams]
     if have_ended and digests == [0]:
         return -1
     return digest(digests) if digests and all(digests) else 0
 
 
-def check_streams(streams: list[FirstSamples], group: ProcessGroup, device: torch.device, stage: str) -> None:
-    """Compares what the ranks of ``group`` have read so far. Collective if there are any.
+def check_streams(
+    streams: list[FirstSamples], group: ProcessGroup, device: torch.device, stage: str, *, is_later: bool
+) -> None:
+    """Compares what the ranks of ``group`` have read in their present pass. Collective if there are any streams.
 
     Args:
         streams: as many on all ranks.
         group: the data ranks.
         device: that the group communicates on.
         stage: named in the error.
+        is_later: they were the same in an earlier epoch. It warns: random augmentation ends no run in its middle.
 
     Raises:
         ValueError: on every rank of the group, with the global ranks that differ.
     """
     if not streams or group.size() == 1:
         return
-    mine = torch.cat([stream.digests for stream in streams]).to(device)
+    mine = torch.stack([torch.cat((stream.passes, stream.digests)) for stream in streams]).to(device)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
-    for number, digests in enumerate(torch.stack(gathered).T.tolist()):
-        refuse_unlike(digests, group, number % FIRST, stage)
+    for passes, *samples in torch.stack(gathered).permute(1, 2, 0).tolist():
+        texts = (unlike(digests, group, number, stage) for number, digests in enumerate(samples))
+        text = next(filter(None, texts), None) if len(set(passes)) == 1 else None
+        if text is not None and not is_later:
+            raise ValueError(text)
+        if text is not None:
+            warn_once(f"in a later pass {text}")
 
 
-def refuse_unlike(digests: list[int], group: ProcessGroup, number: int, stage: str) -> None:
-    """Refuses a stream of which ranks have read another sample than others; those that read none have 0.
-
-    Raises:
-        ValueError: with the global ranks that differ.
-    """
-    if all(digests) and len(set(digests)) > 1:
-        raise ValueError(
-            f"{shown(who_agrees(digests, group))} read different streams (sample {number} of {stage}), but each takes "
-            "its share of one stream, so samples would come twice and others never. If the dataset reads a part of "
-            "its own on each rank, by strategy.data_rank of strategy.data_size, say so: dataset.sharded_by_data_rank = "
-            "True. If it shuffles, give it the same seed on all ranks. If its order is one, and only random "
-            "augmentation differs: dataset.sharded_by_data_rank = False"
-        )
+def unlike(digests: list[int], group: ProcessGroup, number: int, stage: str) -> str | None:
+    """Say that ranks have read another sample of a stream than others; those that read none have 0."""
+    if not all(digests) or len(set(digests)) == 1:
+        return None
+    return (
+        f"{shown(who_agrees(digests, group))} read different streams (sample {number} of {stage}), but each takes "
+        "its share of one stream, so samples would come twice and others never. If the dataset reads a part of "
+        "its own on each rank, by strategy.data_rank of strategy.data_size, say so: dataset.sharded_by_data_rank = "
+        "True. If it shuffles, give it the same seed on all ranks. If its order is one, and only random "
+        "augmentation differs: dataset.sharded_by_data_rank = False"
+    )

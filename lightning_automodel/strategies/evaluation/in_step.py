@@ -47,7 +47,7 @@ from lightning_automodel._compat.lightning.evaluation_loops import (
     is_sequential,
     set_fetcher,
 )
-from lightning_automodel.strategies.data.streams import first_digest, refuse_unlike
+from lightning_automodel.strategies.data.streams import first_digest, unlike
 from lightning_automodel.strategies.evaluation.combined import warn_of_unlike_shares
 from lightning_automodel.strategies.evaluation.fillers import fresh_containers, run_filler
 
@@ -167,7 +167,8 @@ class DataRanks:
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(gathered, mine, group=self._group)
         lengths, has, first_samples = torch.stack(gathered).T.tolist()
-        refuse_unlike(first_samples, self._group, 0, self._stage)
+        if text := unlike(first_samples, self._group, 0, self._stage):
+            raise ValueError(text)
         return lengths, has
 
     def any(self, active: bool) -> bool:

@@ -1,6 +1,7 @@
 """Streams that data ranks share: each sample comes once, and ranks whose streams are not one are told."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,23 @@ def fit(kind: str, workers: int, sizes: dict[str, int], **options: Any) -> list[
     return module.seen["train"]
 
 
+class Seeding(TinyModule):
+    """Seeds its own draws by data rank, as docs/exactness.md has it."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        torch.manual_seed(1000 * self.global_step + self.trainer.strategy.data_rank)  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx)
+
+
+def warnings_of(kind: str, workers: int) -> list[str]:
+    """What is told of streams in three passes whose steps seed by data rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = DataLoader(MAKE[kind](), batch_size=2, num_workers=workers, collate_fn=collate)
+        trainer(int(os.environ["WORLD_SIZE"]), max_epochs=3).fit(Seeding(), data)
+    return [text for each in caught if "read different streams" in (text := str(each.message))]
+
+
 def evaluate(kind: str) -> list[int] | str:
     """The same of a validation behind a loader of which one rank has nothing."""
     module = TinyModule()
@@ -215,6 +233,13 @@ def test_streams_of_later_epochs_are_compared(pool2: Pool) -> None:
     for error in pool2.run(fit_later, ["hf", "by rank"], trainer=True):
         assert str(error).startswith("rank 0 and rank 1 read different streams (sample 0 of train)")
     assert [len(share) for share in pool2.run(fit_later, ["hf", "workers"], trainer=True)] == [24, 24]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_that_part_ways_in_a_later_pass_are_told_of(workers: int, pool2: Pool) -> None:
+    told = pool2.run(warnings_of, "shuffling", workers, trainer=True)[0]
+    assert [text.partition(" read different")[0] for text in told] == ["in a later pass rank 0 and rank 1"]
+    assert pool2.run(warnings_of, "workers", workers, trainer=True) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["by rank", "on first rank"])
