@@ -33,7 +33,7 @@ def mode_of(loader: CombinedLoader) -> str:
 
 def is_sequential(loader: CombinedLoader) -> bool:
     """Tells whether one loader follows the other, so that batches say which loader they come from."""
-    return loader._mode == "sequential"
+    return mode_of(loader) == "sequential"
 
 
 def end_loader(loop: EvaluationLoop, dataloader_idx: int) -> None:

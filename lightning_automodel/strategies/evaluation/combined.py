@@ -23,7 +23,9 @@ def warn_of_unlike_shares(loader: CombinedLoader, group: ProcessGroup) -> None:
     if mode not in _LENGTHS_DECIDE or len(loader.flattened) == 1:
         return
     lengths: list[Any] = [None] * group.size()
-    dist.all_gather_object(lengths, [sized_len(each) for each in loader.flattened], group=group)
+    limits = loader.limits or [float("inf")] * len(loader.flattened)
+    found = [(sized_len(each), limit) for each, limit in zip(loader.flattened, limits, strict=True)]
+    dist.all_gather_object(lengths, [length and min(length, limit) for length, limit in found], group=group)
     if any(each != lengths[0] for each in lengths):
         shown = ", ".join(f"data rank {rank}: {each}" for rank, each in enumerate(lengths))
         warn_once(

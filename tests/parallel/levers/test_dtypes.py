@@ -82,7 +82,7 @@ def test_of_logits_stream_and_products(pool2: Pool) -> None:
         assert found["stream"][1] < found["output"][1]  # what the wide stream is for
 
 
-T5 = T5Config(vocab_size=61, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4)
+T5 = T5Config(vocab_size=61, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
 BART = BartConfig(
     vocab_size=61,
     d_model=24,
@@ -106,6 +106,21 @@ def test_of_streams_of_encoder_and_decoder(config: Any) -> None:
         model(input_ids=token_ids() % 61, decoder_input_ids=token_ids(1) % 61)
     assert [*seen.values()] == [{torch.float32}] * 2
     assert products.dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("config", [T5, BART], ids=["t5", "bart"])
+def test_of_losses_that_models_take_of_their_logits(config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    batch = {"input_ids": token_ids() % 61, "labels": token_ids(1) % 61}
+    exact = model(**batch).loss.item()
+    narrow = model.bfloat16()(**batch)
+    assert narrow.loss.dtype == torch.bfloat16
+    wide = functional.cross_entropy(narrow.logits.float().flatten(0, 1), batch["labels"].flatten())
+    install_autocast(model, torch.bfloat16, "cpu")
+    under = model(**batch).loss
+    assert wide.dtype == under.dtype == torch.float32
+    assert max(abs(wide.item() - exact), abs(under.item() - exact)) < 5e-3 * exact
 
 
 def first_of(output: Any) -> torch.Tensor:
