@@ -153,6 +153,11 @@ _MORE_EXPERTS = {
     **dict.fromkeys(_COUNTS, 8),
     **{"enable_moe_block": True, "top_k_experts": 2, "is_moe": True},
 }
+_OF_FEED_FORWARD = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim")
+_OF_THREE = {name: 9 * value // 8 for name, value in SMALL.items() if name.endswith(_OF_FEED_FORWARD)} | {
+    **{"dim_ff": 144, "intermediate_size_mlp": 144, "expert_ffn_hidden_size": 72},
+}
+"""Widths of feed-forwards that three ranks divide: packed ones must be."""
 _SEQUENCE_AGAIN = FSDP2Config(sequence_parallel=True, activation_checkpointing=True)
 
 MAIN: Mapping[str, Column] = {
@@ -173,7 +178,13 @@ MAIN: Mapping[str, Column] = {
     ),
     "context_tp": Column(
         title="cp=2 x tp=2, sequence parallelism, 3 steps",
-        run=Run(sizes={"cp": 2, "tp": 2}, schedule=LONG, config=FSDP2Config(sequence_parallel=True), ragged=True),
+        run=Run(
+            sizes={"cp": 2, "tp": 2},
+            schedule=LONG,
+            changes=_OF_THREE,
+            config=FSDP2Config(sequence_parallel=True),
+            ragged=True,
+        ),
     ),
     "initial": Column(title="initial weights", run=None),
     "read": Column(title="weights read", run=None, weights="read", needs_plan=False),
@@ -207,6 +218,21 @@ EXTRA: Mapping[str, Column] = {
     "tp4": Column(
         title="tp=4: twice as many ranks as key/value heads",
         run=Run(sizes={"tp": 4}, schedule=TWO),
+        families=lambda: list(FOUR_RANKS),
+    ),
+    "uneven": Column(
+        title="tp=3: heads that three ranks cannot divide",
+        run=Run(sizes={"tp": 3}, schedule=TWO, changes=_OF_THREE),
+    ),
+    "uneven_mesh": Column(
+        title="tp=3 with sequence parallelism, such heads: dp_shard=2, 3 steps",
+        run=Run(
+            sizes={"dp_shard": 2, "tp": 3},
+            schedule=LONG,
+            changes=_OF_THREE,
+            config=FSDP2Config(sequence_parallel=True),
+            ragged=True,
+        ),
         families=lambda: list(FOUR_RANKS),
     ),
     "layers": Column(

@@ -12,6 +12,7 @@ from tests.support.run_family import Outcome, Probe, probe, run_all
 from tests.support.weights import weights
 
 SECONDS = 180.0
+_WORLDS = sorted({column.world for column in COLUMNS.values()})
 
 
 class Runner:
@@ -24,7 +25,7 @@ class Runner:
 
     def __init__(self, nursery: Nursery, seconds: float = SECONDS) -> None:
         self.seconds = seconds
-        self.pools = {world: Pool(nursery, world) for world in (1, 2, 4)}
+        self.pools = {world: Pool(nursery, world) for world in (1, *_WORLDS)}
 
     def family(self, name: str, wanted: Mapping[str, Column], known: Family | None) -> Family:
         """Adds the ``wanted`` columns to what is ``known`` about a family."""
@@ -38,7 +39,7 @@ class Runner:
         through_files = {key: column for key, column in columns.items() if column.weights}
         if through_files:
             found.cells |= self._weights(name, through_files, planned=bool(found.plan))
-        for world in (2, 4):
+        for world in _WORLDS:
             of_world = {key: column for key, column in columns.items() if column.world == world}
             group = {key: column for key, column in of_world.items() if not column.weights}
             if group:

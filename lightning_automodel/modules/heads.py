@@ -8,6 +8,9 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_he
 HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", *KEY_VALUE_HEADS)
 """Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
 
+_SIZES_OF_HEADS = ("head_dim", "head_size")
+"""Attributes of attention modules that count no heads: what comes in is cut by the size of one."""
+
 BIASES_OF_HEADS = {"alibi", "position_bias"}
 """Arguments of attention modules that hold numbers of all heads, in the last dimension but two."""
 
@@ -21,3 +24,8 @@ def counts_of(module: nn.Module) -> dict[str, int]:
 def heads_of(counts: Mapping[str, int]) -> int | None:
     """Return the number of query heads among attributes that count heads; ``None`` where none of them does."""
     return next((count for name, count in counts.items() if name in HEADS and name not in KEY_VALUE_HEADS), None)
+
+
+def computes_heads(module: nn.Module) -> bool:
+    """Tell by its attributes whether a module counts heads, or knows the size of one."""
+    return bool(counts_of(module)) or any(isinstance(getattr(module, size, None), int) for size in _SIZES_OF_HEADS)

@@ -228,11 +228,15 @@ def configs_of_layers(config: Any) -> list[Any]:
 
 def kv_heads(attention: nn.Module) -> int | None:
     """Counts the key/value heads of an attention module, from its own sizes (they may differ per layer)."""
-    projection, head_dim = getattr(attention, KEY_VALUE_PROJECTIONS[0], None), getattr(attention, "head_dim", None)
-    projection = unwrapped(projection)
-    if not isinstance(projection, nn.Linear) or not isinstance(head_dim, int):
+    return heads_in(attention, KEY_VALUE_PROJECTIONS[0])
+
+
+def heads_in(attention: nn.Module, projection: str) -> int | None:
+    """Counts the heads that a projection of an attention module gives; ``None`` if the size of one is not known."""
+    layer, head_dim = unwrapped(getattr(attention, projection, None)), getattr(attention, "head_dim", None)
+    if not isinstance(layer, nn.Linear) or not isinstance(head_dim, int):
         return None
-    return projection.weight.shape[0] // head_dim
+    return layer.weight.shape[0] // head_dim
 
 
 def is_kept_in_float32(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> bool:

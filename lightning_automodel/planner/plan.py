@@ -24,12 +24,14 @@ from lightning_automodel.finetuning.adapters import (
 )
 from lightning_automodel.finetuning.pretrained import Pretrained
 from lightning_automodel.modules.four_bit import count_weights
-from lightning_automodel.modules.structure import configs_of_layers, keep_no_cache, text_config
+from lightning_automodel.modules.structure import keep_no_cache, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
 from lightning_automodel.planner.hardware import HARDWARE, Hardware
 from lightning_automodel.planner.layers import extrapolate
 from lightning_automodel.planner.play import Run, play, stage
 from lightning_automodel.planner.watch import Watched
+from lightning_automodel.plans.counts import listed
+from lightning_automodel.plans.validation import counts_of_config
 
 RESERVE = 0.06
 """Share of the memory that the driver, NCCL and gaps between blocks of the allocator take; assumed."""
@@ -164,9 +166,11 @@ def _warnings(found: Plan, model: nn.Module) -> Iterator[str]:
         )
     if sizes.tp > hardware.devices or hardware.devices % sizes.tp:
         yield f"tp={sizes.tp} crosses nodes of {hardware.devices}: its collectives wait for the network in every layer"
-    counts = (getattr(part, "num_key_value_heads", None) for part in configs_of_layers(config))
-    heads = min((count for count in counts if isinstance(count, int)), default=sizes.tp)
-    if heads < sizes.tp:
+    counts = dict.fromkeys(counts_of_config(config))
+    if uneven := [count for count in counts if not count.allows(sizes.tp)]:
+        yield f"tp={sizes.tp} does not divide {listed(uneven)}: each rank computes all heads of attention"
+    heads = min((count.parts for count in counts if count.shared), default=sizes.tp)
+    if heads < sizes.tp and not uneven:
         times = sizes.tp // heads
         yield f"tp={sizes.tp} is more than num_key_value_heads={heads}: keys and values are computed {times} times"
     words = getattr(config, "vocab_size", None)

@@ -44,7 +44,7 @@ def head_counts(
         if not style.opens or name.count(".") < 2:
             continue
         projection = name.rpartition(".")[0]
-        for above in _above(projection, blocks):
+        for above in modules_above(projection, blocks):
             counts = _used_counts(modules[above], modules[projection])
             if counts:
                 found = {attribute: share(attribute, count, tp) for attribute, count in counts.items()}
@@ -78,7 +78,7 @@ def share(attribute: str, count: int, tp: int) -> int:
     return max(count // tp, 1) if attribute in KEY_VALUE_HEADS else count // tp
 
 
-def _above(projection: str, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
+def modules_above(projection: str, blocks: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yields the modules that may compute with what a projection gives, the nearest first, up to its block."""
     name = projection
     for level in range(LEVELS):

@@ -7,7 +7,7 @@ The rules are those that were exact for every family (the letters are used in th
 * C. Outside of boundaries a whole parameter has a whole gradient unless its style says otherwise.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -31,6 +31,7 @@ from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_l
 from lightning_automodel.plans.style_checks import check_ends, check_places, check_styles, check_sums
 from lightning_automodel.plans.styles import STYLES, Enter, Leave, Style, style_of, turned
 from lightning_automodel.plans.sum_terms import Term
+from lightning_automodel.plans.uneven_heads import styles_of_uneven_heads
 
 Rows = tuple[tuple[int, int], ...]
 
@@ -103,6 +104,7 @@ class Layout:
 def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) -> tuple["Structure", Layout]:
     """Applies the rules above to a model without adapters; ``Layout.terms`` is still empty."""
     structure, blocks = Structure(model, plan), find_blocks(model)
+    structure.restyle(styles_of_uneven_heads(model, structure.module_styles, tp))
     check_styles(structure.modules, structure.module_styles, structure.parameter_styles)
     check_sums(structure.modules, structure.module_styles, structure.parameter_styles, plan.dropped)
     check_ends(structure.modules, structure.module_styles)
@@ -220,6 +222,17 @@ class Structure:
 
     def _fit(self, module: str, style: Style) -> Style:
         return turned(style) if is_turned(self.modules[module]) else style
+
+    def restyle(self, styles: Mapping[str, Mapping[str, Style]]) -> None:
+        """Give what stands in modules other styles, by their names, in the place of all that it has."""
+        found = {name: self._fit(name, style) for inside in styles.values() for name, style in inside.items()}
+        kept = {name: style for name, style in self.module_styles.items() if outermost(list(styles), name) is None}
+        self.module_styles = kept | found
+        for name in list(self.parameter_styles):
+            owner = self.first_name(name.rpartition(".")[0])
+            if outermost(list(styles), owner) is not None:
+                self.parameter_styles.pop(name)
+                self.parameter_styles |= {name: found[owner]} if owner in found else {}
 
     def first_name(self, name: str) -> str:
         """Return the name under which a module is registered first: it may stand in several places."""

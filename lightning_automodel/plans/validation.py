@@ -1,7 +1,6 @@
 """Checks that the tensor-parallel size fits a model, before anything is split."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -14,30 +13,11 @@ from lightning_automodel.modules.heads import HEADS, KEY_VALUE_HEADS
 from lightning_automodel.modules.matrices import WIDTH_OF_VIEW
 from lightning_automodel.modules.structure import KEY_VALUE_PROJECTIONS, configs_of_layers, kv_heads, text_config
 from lightning_automodel.modules.wrappers import name_without_wrappers
+from lightning_automodel.plans.counts import Count, check_counts
 from lightning_automodel.plans.derivation import derive_layout
 from lightning_automodel.plans.layout import Layout
 from lightning_automodel.plans.selection import known_rules, select_plan, wildcard
-
-MOST_LISTED = 4
-
-
-@dataclass(frozen=True)
-class Count:
-    """A number that the ranks must divide among them evenly, such as heads.
-
-    Attributes:
-        what: where it stands.
-        parts: how many there are.
-        shared: with more ranks than parts, several ranks may use one (key/value heads).
-    """
-
-    what: str
-    parts: int
-    shared: bool = False
-
-    def allows(self, tp: int) -> bool:
-        """Tells whether every rank gets as much as the others."""
-        return self.parts % tp == 0 or (self.shared and tp % self.parts == 0)
+from lightning_automodel.plans.styles import Leave
 
 
 def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
@@ -60,35 +40,27 @@ def validate_tp_mesh_for_nemotron_nas(model: nn.Module, tp_size: int) -> None:
     Raises:
         ValueError: naming the layers whose heads ``tp_size`` does not divide, and the sizes that fit.
     """
-    _check(model, tp_size, [*_counts_of_config(text_config(model)), *_counts_of_nas(text_config(model))])
+    check_counts(
+        type(model).__name__, tp_size, [*counts_of_config(text_config(model)), *_counts_of_nas(text_config(model))]
+    )
 
 
 def validate_tp(model: nn.Module, tp: int, layout: Layout) -> None:
     """Checks what ``layout`` splits; the vocabulary and unpacked feed-forward widths need not divide evenly.
 
+    Nor need heads (``plans/uneven_heads.py``). Where nothing is known of a model its config tells what must.
+
     Raises:
         ValueError: naming the counts that ``tp`` does not divide, and the sizes that fit.
     """
-    config = text_config(model)
-    _check(model, tp, [*_counts_of_config(config), *_counts_of_nas(config), *_counts_of_layout(model, layout)])
+    config, counts = text_config(model), list(_counts_of_layout(model, layout))
+    if not layout.parameters:
+        counts += [*counts_of_config(config), *_counts_of_nas(config)]
+    check_counts(type(model).__name__, tp, counts)
 
 
-def _check(model: nn.Module, tp: int, counts: Iterable[Count]) -> None:
-    counts = list(dict.fromkeys(counts))
-    wrong = [count for count in counts if not count.allows(tp)]
-    if not wrong:
-        return
-    fitting = [n for n in range(1, max(count.parts for count in counts) + 1) if all(c.allows(n) for c in counts)]
-    listed = " and ".join(f"{count.what}={count.parts}" for count in wrong[:MOST_LISTED])
-    more = f" and {len(wrong) - MOST_LISTED} more" if len(wrong) > MOST_LISTED else ""
-    shared = ", or be a multiple of key/value heads" if any(count.shared for count in wrong) else ""
-    raise ValueError(
-        f"tp={tp} does not fit {type(model).__name__} with {listed}{more}: tp must divide them{shared}; "
-        f"use one of {', '.join(map(str, fitting))}"
-    )
-
-
-def _counts_of_config(config: Any) -> Iterator[Count]:
+def counts_of_config(config: Any) -> Iterator[Count]:
+    """Count the heads of a model's layers by its config."""
     for part in configs_of_layers(config):
         heads = getattr(part, "num_attention_heads", None)
         if isinstance(heads, int):
@@ -131,7 +103,12 @@ def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
             yield Count(f"width of each of the {placement.split_factor} matrices in {wildcard(name)}", width)
         owner = name_without_wrappers(name.rpartition(".")[0])
         parent, _, projection = owner.rpartition(".")
-        if projection in KEY_VALUE_PROJECTIONS and (parameter.shared_heads or placement == Shard(0)):
+        is_gathered = owner in layout.modules and layout.modules[owner].leave is Leave.GATHER
+        if (
+            projection in KEY_VALUE_PROJECTIONS
+            and not is_gathered
+            and (parameter.shared_heads or placement == Shard(0))
+        ):
             heads = kv_heads(model.get_submodule(parent))
             if heads is not None:
                 yield Count(f"key/value heads of {wildcard(parent)}", heads, shared=True)

@@ -14,7 +14,6 @@ FEW = ("gemma2", "qwen3_next", "olmoe", "dbrx")
 
 
 STOPS = {
-    "hrm_text": "its backward pass asks torch for the accelerator of this machine",
     "minimax": "it multiplies float32 by bfloat16 in this precision",
 }
 

@@ -22,6 +22,7 @@ from lightning_automodel.modules.structure import find_blocks, names_around, out
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.styles import Leave
 
 _MASK = "attention_mask"
 _MASKS = (_MASK, "mask")
@@ -58,7 +59,12 @@ def install_head_biases(model: nn.Module, group: ProcessGroup, layout: Layout) -
 
     What the first layer makes of its own table has a rank's heads already.
     """
-    cut = names_around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    gathered = {f"{name}." for name, found in layout.modules.items() if found.leave is Leave.GATHER}
+    cut = names_around(
+        name
+        for name, found in layout.parameters.items()
+        if not found.placement.is_replicate() and f"{name.rpartition('.')[0]}." not in gathered
+    )
     handed = {
         name: heads
         for name in cut - find_blocks(model).keys()  # they may count heads, too

@@ -255,10 +255,9 @@ class _Watch(TorchDispatchMode):
 
     def part_like(self, whole: Tensor, part: Tensor) -> Tensor:
         """Return this rank's features of ``whole`` if ``part`` has so many, as heads without their last matrix."""
-        size = self._tp_mesh.size()
-        if not whole.ndim or whole.shape != (*part.shape[:-1], size * part.shape[-1:].numel()):
-            return whole
-        return whole.chunk(size, -1)[self._tp_mesh.get_local_rank()]
+        parts = whole.chunk(self._tp_mesh.size(), -1) if whole.ndim else ()
+        own = next(iter(parts[self._tp_mesh.get_local_rank() :]), whole)
+        return own if own.shape == part.shape else whole
 
     def gradient_of(self, output: Tensor) -> Tensor:
         """Draw a gradient for ``output``: for a rank's features its part of that for all of them."""

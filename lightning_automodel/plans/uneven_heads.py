@@ -1,0 +1,136 @@
+"""Lets each rank compute all heads of an attention whose heads tp does not divide; its matrices are split all the same.
+
+::
+
+    28 heads, tp=8    enter               local matmul               leave
+    whole x ------->  COPY  ----------->  x @ W[rows of rank] ---->  GATHER --->  q, k, v of all heads
+    all heads ----->  SPLIT ----------->  x @ W[columns of rank] ->  REDUCE --->  whole
+
+So plans of transformers split attention that is not cut by heads (Phi-3): ``colwise_gather_output`` and
+``rowwise_split_input``. A rank stores its share of the weights, and the numbers are the same; but all ranks compute the
+scores of all heads, and what the projections give travels.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.modules.heads import KEY_VALUE_HEADS, computes_heads, counts_of, heads_of
+from lightning_automodel.modules.matrices import Matrix
+from lightning_automodel.modules.structure import find_blocks, heads_in, kv_heads, nearest_config, outermost
+from lightning_automodel.plans.attention_heads import modules_above, names_in_code
+from lightning_automodel.plans.counts import Count, check_counts, fitting_sizes, listed
+from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.styles import STYLES, Enter, Leave, Style
+
+Styles = dict[str, Style]
+
+_DIVIDES_FEATURES = {"view", "reshape", "unflatten", "rearrange"}
+"""Names in the code of modules that give features dimensions of their own."""
+
+
+def styles_of_uneven_heads(model: nn.Module, styles: Styles, tp: int) -> dict[str, Styles]:
+    """Find attention that is split by heads which ``tp`` does not divide, and warn of it once.
+
+    Args:
+        model: its parameters may be on the meta device.
+        styles: of its modules that a plan names.
+        tp: number of ranks.
+
+    Returns:
+        by the name of the module around an attention's layers: styles of what stands in it, in the place of those that
+        it has. What has none there stays whole.
+
+    Raises:
+        ValueError: if it is not known which layer writes what such an attention computes, or how code divides features.
+    """
+    found: dict[str, Styles] = {}
+    told: dict[str, str] = {}
+    every: list[Count] = []
+    for holder, attention in _split_by_heads(model, styles).items():
+        counts = [count for name in attention for count in _counts_of_attention(model, name)]
+        every += counts
+        if holder is None:
+            check_counts(type(model).__name__, tp, counts)
+        elif wrong := [count for count in counts if not count.allows(tp)]:
+            found[holder] = _gathering({n: s for n, s in styles.items() if f"{n}.".startswith(f"{holder}.")})
+            told[wildcard(holder)] = f"{listed(wrong)} of {wildcard(holder)}"
+    if found:
+        sizes = [size for size in fitting_sizes(every) if size < tp]
+        warn_once(
+            f"tp={tp} does not divide {' and '.join(told.values())}: each rank computes all of these heads with its "
+            "part of the matrices. The numbers are the same; a tp that divides the heads is faster "
+            f"({', '.join(map(str, sizes))})"
+        )
+    return found
+
+
+def _split_by_heads(model: nn.Module, styles: Styles) -> dict[str | None, list[str]]:
+    """Collect the modules that count heads of which a rank would have a share, by the module around their layers.
+
+    That is the nearest one in which something sums over the ranks; ``None`` where only the whole block has such a one,
+    and for modules that divide features and do not tell how.
+    """
+    modules, blocks = dict(model.named_modules()), find_blocks(model)
+    closing = [name for name, style in styles.items() if style.closes]
+    groups: dict[str | None, list[str]] = {}
+    for name, style in styles.items():
+        if _opens(modules[name], style):
+            above, parent = list(modules_above(name, blocks)), name.rpartition(".")[0]
+            attention = next((module for module in above if computes_heads(modules[module])), None)
+            if attention is not None:
+                group = groups.setdefault(_holder(attention, closing, blocks), [])
+                group += [] if attention in group else [attention]
+            elif _DIVIDES_FEATURES & names_in_code(modules[parent]) and not _has_heads(name, blocks):
+                groups.setdefault(None, []).append(parent)
+    return groups
+
+
+def _has_heads(name: str, blocks: dict[str, nn.Module]) -> bool:
+    """Tell whether something in the block around a module computes heads: what else divides features has none."""
+    block = outermost(list(blocks), name)
+    return block is not None and any(computes_heads(module) for module in blocks[block].modules())
+
+
+def _opens(module: nn.Module, style: Style) -> bool:
+    return isinstance(module, Matrix) and style.enter is Enter.COPY and style.leave is Leave.NONE
+
+
+def _holder(attention: str, closing: list[str], blocks: dict[str, nn.Module]) -> str | None:
+    around = attention
+    while around and (around == attention or around not in blocks):
+        if any(name.startswith(f"{around}.") for name in closing):
+            return around
+        around = around.rpartition(".")[0]
+    return None
+
+
+def _gathering(styles: Styles) -> Styles:
+    """Return styles with which the layers of an attention give and take all features."""
+    gathering = {}
+    for name, style in styles.items():
+        if style.enter is Enter.COPY and (style.opens or style.leave is Leave.GATHER):
+            gathering[name] = STYLES["colwise_gather_output"]
+        elif style.closes or style.enter is Enter.SPLIT:
+            gathering[name] = STYLES["rowwise_split_input"]
+    return gathering
+
+
+def _counts_of_attention(model: nn.Module, name: str) -> Iterator[Count]:
+    """Count the heads of queries, and those of keys and values, by what the module ``name`` has, else by its config."""
+    module = model.get_submodule(name)
+    counts, config = counts_of(module), getattr(module, "config", None) or nearest_config(model, name)
+    heads = heads_of(counts) or _int(config, "num_attention_heads") or heads_in(module, "q_proj")
+    if heads:
+        yield Count("num_attention_heads", heads)
+    own = next((counts[key] for key in KEY_VALUE_HEADS if key in counts), None)
+    shared = kv_heads(module) or own or _int(config, "num_key_value_heads")
+    if shared:
+        yield Count("num_key_value_heads", shared, shared=True)
+
+
+def _int(config: Any, field: str) -> int | None:
+    value = getattr(config, field, None)
+    return value if isinstance(value, int) else None
