@@ -30,6 +30,7 @@ from lightning_automodel.finetuning.pretrained import (
     looked_up,
     of_lookup,
     read_config,
+    with_quantization,
 )
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
@@ -131,7 +132,7 @@ class CausalLM(L.LightningModule):
             self.model = self.auto_class.from_config(config, **kwargs)
         else:
             with looked_up(self.model_name):
-                self.model = self.auto_class.from_pretrained(self.model_name, **kwargs)
+                self.model = self.auto_class.from_pretrained(self.model_name, **with_quantization(kwargs))
         if self.peft is not None:
             self.model = add_adapter(self.model, self.peft)
         freeze(self.model, self.freeze_patterns)

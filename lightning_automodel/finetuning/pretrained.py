@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.quantizers import AutoQuantizationConfig
 
 from lightning_automodel.checkpointing.hugging_face.models import ADAPTER_CONFIG, holds_adapters
 
@@ -265,3 +266,16 @@ def check_vocabulary(config: PreTrainedConfig, data: Any) -> None:
             f"model embeds {size} (0 to {size - 1}); use the model's own tokenizer, or a model whose embeddings were "
             "resized (model.resize_token_embeddings) and saved"
         )
+
+
+def with_quantization(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``from_pretrained`` in which a form of quantization that YAML names by its fields is one of
+    transformers' configs, which it wants of files that hold a form already.
+
+    Args:
+        kwargs: ``quantization_config`` may be a dict with ``quant_method``.
+    """
+    fields = kwargs.get("quantization_config")
+    if not isinstance(fields, dict) or "quant_method" not in fields:
+        return kwargs
+    return {**kwargs, "quantization_config": AutoQuantizationConfig.from_dict(fields)}

@@ -21,6 +21,7 @@ from lightning_automodel._compat.dtensor.tensors import dtensor_like
 from lightning_automodel._compat.transformers.loading import (
     LoadingSteps,
     empty_loading_info,
+    forget_conversions,
     patched_pretrained_loading,
     reports_on_rank_zero,
 )
@@ -29,7 +30,7 @@ from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading.host_offload import home_of, move
 from lightning_automodel.loading.initialize import initialize_missing
 from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
-from lightning_automodel.loading.quantized import refuse_quantized, share_forms
+from lightning_automodel.loading.quantized import becomes_plain, refuse_quantized, share_forms
 from lightning_automodel.loading.read_values import note_values
 from lightning_automodel.loading.safetensors import SlicedFile, float_dtypes
 from lightning_automodel.loading.shard_operation import ExactShardOperation, convert, set_parameter
@@ -117,7 +118,8 @@ class _ShardedLoading:
         """Shard ``model``, and read its weights unless they come from elsewhere."""
         files = checkpoint_files
         _refuse_adapters(model, load_config.pretrained_model_name_or_path)
-        refuse_quantized(model)
+        if not becomes_plain(load_config.hf_quantizer):
+            refuse_quantized(model)
         store_as_rows(model)
         for parameter in model.parameters():  # transformers makes new ones of what it reads, whatever was frozen before
             parameter.requires_grad_(parameter.is_floating_point())
@@ -156,6 +158,8 @@ class _ShardedLoading:
         loaded = set(model.state_dict()) - info.missing_and_mismatched()
         with reports_on_rank_zero():
             result = original(model, replace(load_config, device_map={"": home_of(model, self.device)}), info, *args)
+        if becomes_plain(load_config.hf_quantizer):
+            forget_conversions(model)
         note_files(model, () if model in self.unread else loaded)
         ties = self.ties.pop(model, [])
         read = loaded.union(*(names for names in ties if not loaded.isdisjoint(names)))

@@ -1,4 +1,6 @@
-"""Quantized weights: four bits of bitsandbytes are right, and all others are refused before training."""
+"""Quantized weights: four bits of bitsandbytes are right, and what becomes floating-point numbers as it is read; all
+others are refused before training.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,8 @@ from lightning_automodel.modules.four_bit import describe, form_of, four_bit_lay
 
 _WAY_OUT = (
     "quantize by BitsAndBytesConfig(load_in_4bit=True), load it without quantization_config, in bfloat16 (frozen "
-    "weights take 2 bytes divided by tp x dp_shard), or call model.dequantize() before"
+    "weights take 2 bytes divided by tp x dp_shard), read files of MXFP4 or FP8 with dequantize=True in "
+    "quantization_config, or call model.dequantize() before"
 )
 
 
@@ -41,6 +44,15 @@ def refuse_quantized(model: nn.Module, but_four_bit: bool = True) -> None:
         f"{type(model).__name__} is quantized ({kind}), and its packed weights would be cut or copied among ranks in "
         f"ways that were not compared with one process; {_WAY_OUT}"
     )
+
+
+def becomes_plain(quantizer: Any) -> bool:
+    """Tell whether weights are made floating-point numbers as they are read (MXFP4 of GPT-OSS, FP8 of DeepSeek-V3).
+
+    Args:
+        quantizer: transformers' for a model, or ``None``.
+    """
+    return bool(getattr(getattr(quantizer, "quantization_config", None), "dequantize", False))
 
 
 def set_four_bit(set_parameter: Any, model: PreTrainedModel, name: str, value: Tensor) -> bool:

@@ -15,6 +15,12 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 __all__ = ["revert_weight_conversion"]
 
+
+def forget_conversions(model: PreTrainedModel) -> None:
+    """Let ``model`` be written as its class is, and not as the files that it was read from."""
+    vars(model).pop("_weight_conversions", None)
+
+
 _Place = tuple[Any, str]
 """An owner (a module or a class), and the name of its attribute."""
 

@@ -1,0 +1,103 @@
+"""Files of MXFP4 (GPT-OSS) and FP8 (DeepSeek-V3) made bfloat16 while they are read, bit by bit as by one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+from lightning_automodel.checkpointing.hugging_face.models import write_pretrained
+from lightning_automodel.finetuning import CausalLM
+from lightning_automodel.loading import sharded_loading
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
+from lightning_automodel.testing.pool import Pool
+from tests.support.families import tiny_model
+from tests.support.training import whole
+from tests.support.weights import unequal
+
+BLOCK = 16  # rows and columns with one scale, of FP8
+FORMS: dict[str, Any] = {
+    "gpt_oss": Mxfp4Config(dequantize=True),
+    "deepseek_v3": FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK)),
+}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+
+
+def write(family: str, directory: Path) -> None:
+    """A tiny checkpoint of the published form, of random bytes."""
+    model: Any = tiny_model(family, **SIZES)
+    model.save_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    quantize = mxfp4 if family == "gpt_oss" else fp8
+    written: dict[str, Tensor] = {}
+    for name, value in load_file(directory / "model.safetensors").items():
+        written |= quantize(name, value, generator) or {name: value.to(torch.bfloat16)}
+    save_file(written, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {**FORMS[family].to_dict(), "dequantize": False}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def mxfp4(name: str, value: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Experts [experts, in, out]: for each of ``out`` rows blocks of 32 numbers in 16 bytes, with an exponent each."""
+    if value.ndim != 3:
+        return {}
+    experts, width, rows = value.shape
+    blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(117, 124, (experts, rows, width // 32), generator=generator, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def fp8(name: str, value: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Matrices of blocks, with a scale each, by which the numbers are multiplied."""
+    if value.ndim != 2 or "proj" not in name:
+        return {}
+    scales = torch.rand(*(-(-size // BLOCK) for size in value.shape), generator=generator) + 0.5
+    numbers = torch.randn(value.shape, generator=generator).to(torch.float8_e4m3fn)
+    return {name: numbers, name.replace(".weight", ".weight_scale_inv"): scales}
+
+
+def read(family: str, directory: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, quantization_config=FORMS[family], experts_implementation="eager"
+    )
+
+
+def differing(family: str, sizes: dict[str, int], directory: Path) -> list[list[str]]:
+    """Runs on each rank: parameters that differ, as they are read, and as plain transformers reads what is written."""
+    if dist.get_rank() == 0:
+        write(family, directory / "published")
+    dist.barrier()
+    plain: Any = read(family, directory / "published")
+    mesh = build_mesh(resolve_sizes(2, **sizes), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), torch.device("cpu")):
+        model: Any = read(family, directory / "published")
+    assert not model.is_quantized
+    assert not hasattr(model.config, "quantization_config")
+    state, is_writer = model.state_dict(), dist.get_rank() == 0
+    write_pretrained(model, lambda name: whole(state[name]), directory / "written" if is_writer else None)
+    dist.barrier()
+    return [unequal(model, plain), unequal(AutoModelForCausalLM.from_pretrained(directory / "written"), plain)]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("family", FORMS)
+def test_published_files_are_read_bit_by_bit(family: str, sizes: dict[str, int], pool2: Pool) -> None:
+    assert pool2.run(differing, family, sizes, with_directory=True) == [[[], []]] * 2
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_the_form_may_be_written_in_yaml(family: str, tmp_path: Path) -> None:
+    write(family, tmp_path)
+    fields = {"quant_method": "mxfp4", "dequantize": True}
+    if family == "deepseek_v3":
+        fields = {"quant_method": "fp8", "dequantize": True, "weight_block_size": [BLOCK, BLOCK]}
+    module = CausalLM(str(tmp_path), model_kwargs={"quantization_config": fields, "dtype": torch.bfloat16})
+    module.configure_model()
+    assert unequal(module.model, read(family, tmp_path)) == []  # type: ignore[arg-type]
