@@ -16,6 +16,7 @@ from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.parallelizer import parallelize
 from tests.support.families import image_text_families
+from tests.support.float64 import as_written
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,8 @@ CPU = torch.device("cpu")
 def read(family: str, directory: Path, **options: Any) -> Any:
     """``from_pretrained`` of the family's auto class."""
     auto: Any = AutoModelForImageTextToText if family in image_text_families() else AutoModelForCausalLM
-    return auto.from_pretrained(directory, **options)
+    with as_written():
+        return auto.from_pretrained(directory, **options)
 
 
 class Files:
