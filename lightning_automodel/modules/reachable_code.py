@@ -1,10 +1,11 @@
 """What code runs behind a function, as far as names lead: structure that no attribute of a module tells."""
 
+import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,6 +22,16 @@ def strings_in(code: CodeType) -> set[str]:
     """List the strings that ``code`` holds, and functions written within it: names for ``getattr``, among others."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {c for c in code.co_consts if isinstance(c, str)}.union(*map(strings_in, inner))
+
+
+def attributes_of(owners: Collection[str], code: CodeType) -> set[str]:
+    """List the attributes that ``code`` reads of attributes with these names: ``weight`` of ``self.q_proj.weight``."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    loads = pairwise(dis.get_instructions(code))
+    found = {
+        str(i.argval) for before, i in loads if i.opname == before.opname == "LOAD_ATTR" and before.argval in owners
+    }
+    return found.union(*(attributes_of(owners, part) for part in inner))
 
 
 def codes_of_methods(kind: type) -> Iterator[CodeType]:

@@ -29,6 +29,13 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
         "model.layers.*.mlp.down_proj": "rowwise",
         **_HEAD,
     },
+    "GptOssModel": {  # gate and up alternate
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "turned_colwise",
+        "layers.*.mlp.experts.gate_up_proj_bias": "turned_colwise",
+        "layers.*.mlp.experts.down_proj": "turned_rowwise",
+        "layers.*.mlp.experts.down_proj_bias": "turned_rowwise",
+    },
     "GPTNeoXModel": {"layers.*.attention.query_key_value": "interleaved_colwise"},
     **dict.fromkeys(("InklingTextModel", "Inkling2TextModel", "Inkling2LoopTextModel"), _FUSED_EXPERTS),
     **{f"{name}For{task}": _HEAD for name in _INKLING for task in ("CausalLM", "ConditionalGeneration")},

@@ -1,21 +1,16 @@
-"""Finds the plan of a model that publishes none, by the names that attention and feed-forward have for their layers.
+"""Finds rules for what a model's plan leaves out, by the names that attention and feed-forward have for their layers.
 
-::
-
-    BertLayer
-      attention
-        self.query, self.key, self.value     [out, in]     read the stream         -> colwise
-        output.dense                         [out, in]     reads their features    -> rowwise
-      intermediate.dense                                                           -> colwise
-      output.dense                                                                 -> rowwise
+A model that publishes no plan gets all of it this way. In blocks of which a plan names a part (experts, and not the
+attention beside them), modules get it in which it names nothing; other blocks, of towers, stay whole.
 
 Names alone are no proof. The shapes must fit each other, and the first forward pass runs each module that was split
-with drawn weights, whole and in parts: one that computes across its features ends there, with its name.
+with drawn weights, whole and in parts: one that computes across its features ends there, with its name. What completes
+a published plan is compared family by family instead (docs/families.md).
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import nn
@@ -24,71 +19,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.forward import arguments_of
-from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_of
+from lightning_automodel.modules.heads import BIASES_OF_HEADS, KEY_VALUE_HEADS, counts_of, heads_of
 from lightning_automodel.modules.matrices import Matrix, in_features, out_features
-from lightning_automodel.modules.reachable_code import codes_of_methods
-from lightning_automodel.modules.structure import class_names, find_blocks, find_names_of_ends, nearest_config
-from lightning_automodel.plans.additions import WHOLE
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Layers that read the stream, and the one that reads their features, by their names in a module that holds them.
-
-    Attributes:
-        columns: layers that read the stream.
-        row: the layer that writes it.
-        is_attention: the features between are those of heads.
-        is_stacked: queries, keys and values stand one above the other, in a single layer.
-    """
-
-    columns: tuple[str, ...]
-    row: str
-    is_attention: bool = False
-    is_stacked: bool = False
-
-
-def _attention(columns: str, *rows: str, is_stacked: bool = False) -> list[Pair]:
-    return [Pair(tuple(columns.split()), row, is_attention=True, is_stacked=is_stacked) for row in rows]
-
-
-def _feed_forward(columns: str, row: str) -> Pair:
-    return Pair(tuple(columns.split()), row)
-
-
-PAIRS = (
-    *_attention("q_proj k_proj v_proj", "out_proj", "o_proj", "dense", "Wo"),
-    *_attention("query_proj key_proj value_proj", "out_proj"),
-    *_attention("self.query self.key self.value", "output.dense"),
-    *_attention("attention.query attention.key attention.value", "output.dense"),
-    *_attention("query key value", "output.dense", "dense", "output"),
-    *_attention("q k v", "o"),
-    *_attention("q_lin k_lin v_lin", "out_lin"),
-    *_attention("Wq Wk Wv", "dense"),
-    *_attention("project_q project_k project_v", "attention_out"),
-    *_attention("query_key_value", "dense"),
-    *_attention("c_attn", "c_proj", is_stacked=True),
-    *_attention("Wqkv", "out_proj", "Wo", is_stacked=True),
-    _feed_forward("gate_proj up_proj", "down_proj"),
-    _feed_forward("wi_0 wi_1", "wo"),
-    _feed_forward("w1 w3", "w2"),
-    _feed_forward("w_in.w_0 w_in.w_1", "w_out"),
-    _feed_forward("intermediate.dense", "output.dense"),
-    _feed_forward("intermediate_dense", "output_dense"),
-    _feed_forward("intermediate", "output"),
-    _feed_forward("dense_h_to_4h", "dense_4h_to_h"),
-    _feed_forward("up_proj", "down_proj"),
-    _feed_forward("fc1", "fc2"),
-    _feed_forward("fc_in", "fc_out"),
-    _feed_forward("c_fc", "c_proj"),
-    _feed_forward("lin1", "lin2"),
-    _feed_forward("linear1", "linear2"),
-    _feed_forward("layer_1", "layer_2"),
-    _feed_forward("wi", "wo"),
-    _feed_forward("Wi", "Wo"),
-    _feed_forward("ffn", "ffn_output"),
+from lightning_automodel.modules.reachable_code import attributes_of, codes_of_methods
+from lightning_automodel.modules.structure import (
+    class_names,
+    find_blocks,
+    find_names_of_ends,
+    heads_in,
+    names_around,
+    nearest_config,
 )
-"""In transformers' models. Of two that share a layer the earlier one counts."""
+from lightning_automodel.plans.additions import WHOLE
+from lightning_automodel.plans.pairs import LATENT, PAIRS, Pair
 
 _OF_CHANNELS_OR_HEADS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ModuleList)
 """What computes with each feature as a channel, or with each head by a module of its own."""
@@ -100,51 +43,70 @@ _STREAMS = {"residual", "input_tensor"}
 """Arguments that are added to what a module computes."""
 
 
-def conventional_plan(model: nn.Module) -> dict[str, str]:
+def conventional_plan(model: nn.Module, named: Iterable[str] = ()) -> dict[str, str]:
     """Collect the rules for the layers in the blocks of a model of transformers, and for its ends.
 
     Args:
         model: its parameters may be on the meta device.
+        named: modules and parameters for which the model's own plan has rules: it is completed.
 
     Returns:
-        name of a module to style, without wildcards; empty where no block has a pair, and for other libraries' models.
+        name of a module or parameter to style, without wildcards; empty where no block has a pair, and for other
+        libraries' models.
     """
     rules: dict[str, str] = {}
     if not isinstance(model, PreTrainedModel):
         return rules
+    named = set(named)
+    around, blocks = names_around(named), find_blocks(model)
+    lists = {name.rpartition(".")[0] for name in blocks if not named or name in around}
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name, block in find_blocks(model).items():
+    for name, block in blocks.items():
         width = getattr(nearest_config(model, name), "hidden_size", None)
-        for inner, holder in block.named_modules():
+        for inner, holder in block.named_modules() if name.rpartition(".")[0] in lists else ():
+            prefix = ".".join(part for part in (name, inner) if part)
+            if prefix in around or _is_named(prefix, named):
+                continue
             for found in _found_in(holder, width):
                 if any(places[id(table.weight)] > 1 for table in found.tables_of_heads().values()):
                     continue  # another module looks all heads up in it (UDOP)
-                prefix = ".".join(part for part in (name, inner) if part)
                 styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
                 rules |= {} if rules.keys() & styles.keys() else styles
-    return {**_ends(model), **rules} if rules else {}
+    return {**_ends(model, named), **rules} if rules or named else rules
 
 
-def _ends(model: nn.Module) -> dict[str, str]:
-    """Return the rules for the embedding of tokens and for the head, which may be one matrix."""
-    embedding, head = find_names_of_ends(model)
-    rules = {}
-    if embedding is not None and isinstance(model.get_submodule(embedding), nn.Embedding):
-        rules[embedding] = "embedding_rowwise"
-    if head is not None and isinstance(model.get_submodule(head), nn.Linear):
-        rules[head] = "colwise_gather_output"
-    return rules
+def _is_named(name: str, named: set[str]) -> bool:
+    """Tell whether a module or one around it is among those ``named``."""
+    return name in named or not named.isdisjoint(names_around([name]))
+
+
+def _ends(model: nn.Module, named: set[str]) -> dict[str, str]:
+    """Return the rules for the embedding of tokens and for the head, which may be one matrix, that have none."""
+    kinds = ((nn.Embedding, "embedding_rowwise"), (nn.Linear, "colwise_gather_output"))
+    modules = dict(model.named_modules())
+    ends = {
+        name: (modules[name].weight, style)
+        for name, (kind, style) in zip(find_names_of_ends(model), kinds, strict=True)
+        if name is not None and isinstance(modules[name], kind)
+    }
+    known = [weight for name, (weight, _) in ends.items() if name in named]
+    return {name: style for name, (weight, style) in ends.items() if not any(weight is other for other in known)}
 
 
 # ---- a pair ----------------------------------------------------------------------------------------------------------
 
 
 def _found_in(holder: nn.Module, width: int | None) -> Iterator["_Found"]:
-    """Yield the pairs of which ``holder`` has all layers, that write a stream of ``width``, and that can be split."""
-    for pair in PAIRS:
-        found = _Found.of(holder, pair)
-        if found is not None and found.style and width in (None, out_features(found.row)) and not found.stays_whole():
-            yield found
+    """Yield the pairs of which ``holder`` has all layers and that write a stream of ``width``: those that can be split
+    first, then attention that needs all heads.
+    """
+    pairs = [found for pair in PAIRS if (found := _Found.of(holder, pair))]
+    pairs = [found for found in pairs if width in (None, out_features(found.row)) and not found.is_kept()]
+    divided = [found for found in pairs if found.style and not found.needs_all()]
+    yield from divided
+    yield from (
+        replace(found, is_gathered=True) for found in pairs if found not in divided and not found.reads_weights()
+    )
 
 
 @dataclass(frozen=True)
@@ -156,12 +118,14 @@ class _Found:
         pair: the names in it.
         columns: the layers that read the stream.
         row: the layer that writes it.
+        is_gathered: what is between has all heads.
     """
 
     holder: nn.Module
     pair: Pair
     columns: list[Matrix]
     row: Matrix
+    is_gathered: bool = False
 
     @classmethod
     def of(cls, holder: nn.Module, pair: Pair) -> Self | None:
@@ -188,18 +152,37 @@ class _Found:
         values that alternate head by head, or stand one above the other (in the lineage of GPT-2); or gate and up.
         """
         widths, read = [out_features(layer) for layer in self.columns], in_features(self.row)
+        if self.pair.before:
+            return "colwise" if self.heads and not any(width % self.heads for width in (*widths, read)) else ""
         if max(widths) == read:
             return "colwise"
         queries = "packed_qkv_colwise" if self.pair.is_stacked else "interleaved_colwise"
         fused = {3 * read: queries} if self.pair.is_attention else {2 * read: "packed_colwise"}
+        if self.heads and self._groups() > 1 and not self.pair.is_stacked:
+            fused[read + 2 * self._groups() * (read // self.heads)] = queries
         return fused.get(widths[0], "") if len(widths) == 1 else ""
+
+    @property
+    def heads(self) -> int | None:
+        """Return the number of query heads, as far as the module that reads the stream tells it."""
+        return heads_of(counts_of(self.reader)) or heads_in(self.reader, "q_proj")
+
+    def _groups(self) -> int:
+        """Count the groups of query heads, each of which stands before the key and the value that it reads."""
+        counts = counts_of(self.reader) if self.pair.is_attention else {}
+        return next((counts[key] for key in KEY_VALUE_HEADS if key in counts), 0)
 
     def styles(self) -> dict[str, str]:
         """Collect the style of each layer, and of the holder (the empty name) where that adds the stream."""
+        if self.is_gathered:
+            return {**dict.fromkeys(self.pair.columns, "colwise_gather_output"), self.pair.row: "rowwise_split_input"}
         adds = {"": "separate"} if self._adds_the_stream() else {}
+        beside = {name: "embedding_of_heads" for name in self.tables_of_heads()}
+        beside |= {name: "colwise" for name in self._numbers_of_heads()}
+        beside |= {name: "mla_kv_a_proj" for name in self.pair.before if name == LATENT}
         prefix = self.pair.columns[0].rpartition(".")[0]
-        tables = {f"{prefix}.{name}" if prefix else name: "embedding_of_heads" for name in self.tables_of_heads()}
-        return {**adds, **tables, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
+        beside = {f"{prefix}.{name}" if prefix else name: style for name, style in beside.items()}
+        return {**adds, **beside, **dict.fromkeys(self.pair.columns, self.style), self.pair.row: "rowwise"}
 
     def tables_of_heads(self) -> dict[str, nn.Embedding]:
         """Find the tables with a number for each head, such as T5's biases of relative positions."""
@@ -207,10 +190,24 @@ class _Found:
         tables = {name: child for name, child in own_children(self.reader).items() if isinstance(child, nn.Embedding)}
         return {name: table for name, table in tables.items() if table.embedding_dim == heads}
 
-    def stays_whole(self) -> bool:
+    def _numbers_of_heads(self) -> list[str]:
+        """List the parameters of the reader itself that hold a number for each head, as sinks do."""
+        own = self.reader.named_parameters(recurse=False) if self.pair.is_attention and self.heads else ()
+        return [name for name, parameter in own if parameter.shape == (self.heads,)]
+
+    def is_kept(self) -> bool:
+        """Tell whether the class of the holder, or of what reads the stream, is one that is not split at all."""
+        return bool(WHOLE & {*class_names(self.holder), *class_names(self.reader)})
+
+    def reads_weights(self) -> bool:
+        """Tell whether code computes with the matrices of the layers itself: then nothing gathers what they give."""
+        layers = {name.rpartition(".")[2] for name in (*self.pair.columns, self.pair.row)}
+        codes = [code for module in (self.holder, self.reader, self.writer) for code in codes_of_methods(type(module))]
+        return any("weight" in attributes_of(layers, code) for code in codes)
+
+    def needs_all(self) -> bool:
         """Tell whether what computes with the features between the layers needs all of them, as far as that is seen."""
-        names = {*class_names(self.holder), *class_names(self.reader)}
-        needs_all = bool(WHOLE & names) or self._has_others_beside() or self._writes_by_others()
+        needs_all = self._has_others_beside() or self._writes_by_others()
         return needs_all or (self.pair.is_attention and self._counts_all_heads())
 
     def _has_others_beside(self) -> bool:
@@ -218,13 +215,22 @@ class _Found:
 
         A norm that all heads share is none of these; a list of norms, one for each head, is.
         """
-        split = (*self.columns, self.row, *self.tables_of_heads().values())
-        others = [child for child in self.reader.children() if child not in split]
+        known = (*self.columns, self.row, *self.tables_of_heads().values())
+        others = [
+            child for name, child in self.reader.named_children() if child not in known and name not in self.pair.before
+        ]
         if any(isinstance(module, _OF_CHANNELS_OR_HEADS) for child in others for module in child.modules()):
             return True
         beside = [parameter for child in others for parameter in child.parameters(recurse=False)]
-        own = any(parameter.ndim for parameter in self.reader.parameters(recurse=False))
-        return own or any(parameter.ndim > 1 or in_features(self.row) in parameter.shape for parameter in beside)
+        divided = self._numbers_of_heads()
+        own = any(p.ndim for name, p in self.reader.named_parameters(recurse=False) if name not in divided)
+        sizes = {in_features(self.row), *self._sizes_of_numbers_of_heads()}
+        return own or any(parameter.ndim > 1 or not sizes.isdisjoint(parameter.shape) for parameter in beside)
+
+    def _sizes_of_numbers_of_heads(self) -> set[int]:
+        """Return the number of heads, unless what all heads share is of the same size."""
+        shared = getattr(self.reader, "head_dim", None)
+        return {self.heads} if self.pair.is_attention and self.heads and self.heads != shared else set()
 
     def _writes_by_others(self) -> bool:
         """Tell whether the writer, where that is another module than the holder, has other matrices (adapters)."""

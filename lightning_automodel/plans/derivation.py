@@ -8,9 +8,10 @@ from lightning_automodel.modules.structure import find_blocks
 from lightning_automodel.modules.wrappers import has_copies, is_wrapper, name_without_wrappers, without_wrappers
 from lightning_automodel.plans.adapters import Wrapped
 from lightning_automodel.plans.known_code import is_known
-from lightning_automodel.plans.layout import Layout, ModuleLayout, ParameterLayout, Structure, layout_of
+from lightning_automodel.plans.layout import Layout, ModuleLayout, ParameterLayout, layout_of
 from lightning_automodel.plans.selection import Plan
 from lightning_automodel.plans.sequence import SequenceLayout
+from lightning_automodel.plans.structure import Structure
 from lightning_automodel.plans.styles import Enter
 from lightning_automodel.plans.sum_terms import derive_terms, find_holders
 

@@ -98,6 +98,7 @@ def _select_plan(model: nn.Module, custom: Rules | str | None) -> Plan:
 
 _OWN, _REGISTERED, _CUSTOM = "of the model's own plan", "registered for its class", "of tp_plan"
 _CONVENTIONAL = "by the names of its layers"
+_COMPLETING = "by the names of layers that its plan leaves out"
 
 
 def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
@@ -119,16 +120,17 @@ def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> 
 
 
 def known_rules(model: nn.Module) -> Rules:
-    """Collects what the model publishes and what is registered for its class, and where that names nothing in its
-    blocks, what the names of its layers tell; empty if the user must bring a plan.
+    """Collects what the model publishes, what is registered for its class, and for what these leave out of its blocks
+    and at its ends what the names of layers tell; empty if the user must bring a plan. Some plans name the head alone.
     """
     return {rule: style for rules in _known(model).values() for rule, style in rules.items()}
 
 
 def _known(model: nn.Module) -> dict[str, Rules]:
     own = _own(model)
-    if _reach_blocks(own, model):
-        return own
+    named, blocks = _named(own, model), list(find_blocks(model))
+    if any(outermost(blocks, name) for name in named):
+        return {_COMPLETING: _with_wildcards(conventional_plan(model, named), model), **own}
     return {_CONVENTIONAL: _with_wildcards(conventional_plan(model), model), **own}
 
 
@@ -137,18 +139,17 @@ def _own(model: nn.Module) -> dict[str, Rules]:
     return {_OWN: published, _REGISTERED: _registered(model, published)}
 
 
-def _reach_blocks(sources: Mapping[str, Rules], model: nn.Module) -> bool:
-    """Tell whether rules name anything in blocks; some plans name the head alone."""
+def _named(sources: Mapping[str, Rules], model: nn.Module) -> list[str]:
+    """List the modules and parameters that rules name."""
     plan = Plan({rule: "" for rules in sources.values() for rule in rules}, "")
-    blocks = list(find_blocks(model)) if plan.rules else []
     names = (name for named in (model.named_modules(), model.named_parameters()) for name, _ in named)
-    return any(plan.rule_for(name) and outermost(blocks, name) for name in names)
+    return [name for name in names if plan.rules and plan.rule_for(name)]
 
 
 def _with_wildcards(styles: Rules, model: nn.Module) -> Rules:
     """Write one rule for layers of one style, where it names no other."""
     names: dict[str, list[str]] = {}
-    for name, _ in model.named_modules():
+    for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)):
         names.setdefault(wildcard(name), []).append(name)
     alike = {pattern: {styles.get(name) for name in found} for pattern, found in names.items()}
     return {wildcard(n) if len(alike[wildcard(n)]) == 1 else n: style for n, style in styles.items()}

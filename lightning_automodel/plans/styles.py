@@ -96,6 +96,16 @@ def _columns(name: str, ndim: int) -> Placement:
     return Replicate() if name.endswith("bias") else Shard(ndim - 1)
 
 
+def _turned_rows(name: str, ndim: int) -> Placement:
+    """Places output features of stacked matrices [..., in, out]; of biases, too."""
+    return Shard(ndim - 1)
+
+
+def _turned_columns(name: str, ndim: int) -> Placement:
+    """Places input features of stacked matrices [..., in, out]."""
+    return Replicate() if name.endswith("bias") else Shard(ndim - 2)
+
+
 def _packed_rows(matrices: int) -> Callable[[str, int], Placement]:
     """Places matrices one above the other (gate and up; query, key and value): a shard of each."""
     return lambda name, ndim: strided_shard(_dim_of_rows(name, ndim), matrices)
@@ -142,6 +152,8 @@ STYLES: dict[str, Style] = {
         _SPLIT,
         replace(_SPLIT, name="rowwise_rep"),
         Style(name="rowwise_split_output", placement=_columns, leave=Leave.REDUCE_SPLIT, confined=False),
+        Style(name="turned_colwise", placement=_turned_rows, enter=Enter.COPY, opens=True),
+        Style(name="turned_rowwise", placement=_turned_columns, leave=Leave.REDUCE, closes=True),
         Style(name="packed_rowwise", placement=_packed_columns, opens=True),
         Style(name="embedding_rowwise", placement=_table(0), enter=Enter.EMBED, leave=Leave.REDUCE, confined=False),
         Style(name="embedding_colwise", placement=_table(1), leave=Leave.GATHER, confined=False),

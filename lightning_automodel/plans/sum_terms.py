@@ -63,8 +63,8 @@ def find_holders(
 ) -> list[str]:
     """Find the modules outside of boundary children that compute with features of which a rank has a part.
 
-    They hold what gives such features; or they are blocks whose own code is a user's, and may do anything with what
-    they hold.
+    They hold what gives such features, or are a user's and hold layers of all features with a part of the matrix; or
+    they are blocks whose own code is a user's, and may do anything with what they hold.
 
     Args:
         modules: all modules of the model by name.
@@ -76,14 +76,21 @@ def find_holders(
     own = [block for block in blocks if not is_known(modules[block])]
     found = {block: None for block in own if any(name.startswith(f"{block}.") for name in module_styles)}
     for name, style in module_styles.items():
-        if style.opens and style.leave is Leave.NONE and outermost([*boundaries, *own], name) is None:
+        gives_part, is_whole = style.opens and style.leave is Leave.NONE, style.name in _OF_ALL_FEATURES
+        if (gives_part or is_whole) and outermost([*boundaries, *own], name) is None:
             holder = name.rpartition(".")[0]
             while isinstance(modules[holder], CONTAINERS) or is_wrapper(modules[holder]):
                 holder = holder.rpartition(".")[0]
             below = {n: m for n, m in modules.items() if n == holder or n.startswith(f"{holder}.")}
-            if holder and (not measured or _is_of_user(below, module_styles)):
+            if gives_part and holder and (not measured or _is_of_user(below, module_styles)):
+                found[holder] = None
+            if is_whole and outermost(list(blocks), holder) and not all(map(is_known, below.values())):
                 found[holder] = None
     return list(found)
+
+
+_OF_ALL_FEATURES = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
+"""Styles of layers that give or take all features, and store a part: code of users may read their matrices."""
 
 
 def _is_of_user(modules: Mapping[str, nn.Module], module_styles: Mapping[str, Style]) -> bool:
@@ -94,6 +101,6 @@ def _is_of_user(modules: Mapping[str, nn.Module], module_styles: Mapping[str, St
 
 def _term(name: str, module: nn.Module, style: Style | None, parameter_styles: Mapping[str, Style]) -> Term | None:
     styles = {p: parameter_styles[f"{name}.{p}"] for p in own_parameters(module) if f"{name}.{p}" in parameter_styles}
-    own = {p: Kind.PARTIAL if p == "bias" else Kind.ROW for p, s in styles.items() if s.closes}
+    own = {p: Kind.PARTIAL if p.endswith("bias") else Kind.ROW for p, s in styles.items() if s.closes}
     gives = style is not None and (style.leave is Leave.REDUCE or style.enter is Enter.DIVIDE)
     return Term(gives and is_known(module), own) if own or gives else None

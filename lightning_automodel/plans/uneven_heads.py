@@ -8,7 +8,8 @@
 
 So plans of transformers split attention that is not cut by heads (Phi-3): ``colwise_gather_output`` and
 ``rowwise_split_input``. A rank stores its share of the weights, and the numbers are the same; but all ranks compute the
-scores of all heads, and what the projections give travels.
+scores of all heads, and what the projections give travels. So do feed-forwards whose packed matrices (gate and up in
+one) have widths that tp does not divide.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.heads import KEY_VALUE_HEADS, computes_heads, counts_of, heads_of
-from lightning_automodel.modules.matrices import Matrix
+from lightning_automodel.modules.matrices import Matrix, out_features
 from lightning_automodel.modules.structure import find_blocks, heads_in, kv_heads, nearest_config, outermost
 from lightning_automodel.plans.attention_heads import modules_above, names_in_code
 from lightning_automodel.plans.counts import Count, check_counts, fitting_sizes, listed
@@ -49,8 +51,7 @@ def styles_of_uneven_heads(model: nn.Module, styles: Styles, tp: int) -> dict[st
     found: dict[str, Styles] = {}
     told: dict[str, str] = {}
     every: list[Count] = []
-    for holder, attention in _split_by_heads(model, styles).items():
-        counts = [count for name in attention for count in _counts_of_attention(model, name)]
+    for holder, counts in _counts_by_holder(model, styles).items():
         every += counts
         if holder is None:
             check_counts(type(model).__name__, tp, counts)
@@ -58,34 +59,42 @@ def styles_of_uneven_heads(model: nn.Module, styles: Styles, tp: int) -> dict[st
             found[holder] = _gathering({n: s for n, s in styles.items() if f"{n}.".startswith(f"{holder}.")})
             told[wildcard(holder)] = f"{listed(wrong)} of {wildcard(holder)}"
     if found:
-        sizes = [size for size in fitting_sizes(every) if size < tp]
+        sizes = ", ".join(str(size) for size in fitting_sizes(every) if 1 < size < tp)
+        faster = f"; a tp that divides is faster ({sizes})" if sizes else ""
         warn_once(
-            f"tp={tp} does not divide {' and '.join(told.values())}: each rank computes all of these heads with its "
-            "part of the matrices. The numbers are the same; a tp that divides the heads is faster "
-            f"({', '.join(map(str, sizes))})"
+            f"tp={tp} does not divide {' and '.join(told.values())}: each rank computes all of that, with its part of "
+            f"the matrices. The numbers are the same{faster}"
         )
     return found
 
 
-def _split_by_heads(model: nn.Module, styles: Styles) -> dict[str | None, list[str]]:
-    """Collect the modules that count heads of which a rank would have a share, by the module around their layers.
+def _counts_by_holder(model: nn.Module, styles: Styles) -> dict[str | None, list[Count]]:
+    """Count what a rank would have a share of, heads or rows of packed matrices, by the module around the layers.
 
     That is the nearest one in which something sums over the ranks; ``None`` where only the whole block has such a one,
     and for modules that divide features and do not tell how.
     """
     modules, blocks = dict(model.named_modules()), find_blocks(model)
     closing = [name for name, style in styles.items() if style.closes]
-    groups: dict[str | None, list[str]] = {}
+    groups: dict[str | None, dict[Count, None]] = {}
     for name, style in styles.items():
-        if _opens(modules[name], style):
-            above, parent = list(modules_above(name, blocks)), name.rpartition(".")[0]
-            attention = next((module for module in above if computes_heads(modules[module])), None)
-            if attention is not None:
-                group = groups.setdefault(_holder(attention, closing, blocks), [])
-                group += [] if attention in group else [attention]
-            elif _DIVIDES_FEATURES & names_in_code(modules[parent]) and not _has_heads(name, blocks):
-                groups.setdefault(None, []).append(parent)
-    return groups
+        layer, above, parent = modules[name], list(modules_above(name, blocks)), name.rpartition(".")[0]
+        if not isinstance(layer, Matrix) or not _opens(style):
+            continue
+        attention = next((module for module in above if computes_heads(modules[module])), None)
+        placement = style.placement("weight", 2)
+        if attention is not None:
+            holder, counts = _holder(attention, closing, blocks), list(_counts_of_attention(model, attention))
+        elif isinstance(placement, StridedShard):
+            matrices = int(placement.split_factor)
+            counts = [Count(f"width of each of the {matrices} matrices", out_features(layer) // matrices)]
+            holder = _holder(parent, closing, blocks)
+        elif _DIVIDES_FEATURES & names_in_code(modules[parent]) and not _has_heads(name, blocks):
+            holder, counts = None, list(_counts_of_attention(model, parent))
+        else:
+            continue
+        groups.setdefault(holder, {}).update(dict.fromkeys(counts))
+    return {holder: list(counts) for holder, counts in groups.items()}
 
 
 def _has_heads(name: str, blocks: dict[str, nn.Module]) -> bool:
@@ -94,8 +103,8 @@ def _has_heads(name: str, blocks: dict[str, nn.Module]) -> bool:
     return block is not None and any(computes_heads(module) for module in blocks[block].modules())
 
 
-def _opens(module: nn.Module, style: Style) -> bool:
-    return isinstance(module, Matrix) and style.enter is Enter.COPY and style.leave is Leave.NONE
+def _opens(style: Style) -> bool:
+    return style.enter is Enter.COPY and style.leave is Leave.NONE
 
 
 def _holder(attention: str, closing: list[str], blocks: dict[str, nn.Module]) -> str | None:
@@ -122,13 +131,14 @@ def _counts_of_attention(model: nn.Module, name: str) -> Iterator[Count]:
     """Count the heads of queries, and those of keys and values, by what the module ``name`` has, else by its config."""
     module = model.get_submodule(name)
     counts, config = counts_of(module), getattr(module, "config", None) or nearest_config(model, name)
-    heads = heads_of(counts) or _int(config, "num_attention_heads") or heads_in(module, "q_proj")
-    if heads:
-        yield Count("num_attention_heads", heads)
+    heads = heads_of(counts) or _int(config, "num_attention_heads")
+    of_layer = heads_in(module, "q_proj")  # of gated attention twice as many, and of single layers others
+    yield from (Count("num_attention_heads", n) for n in dict.fromkeys((heads, of_layer)) if n)
     own = next((counts[key] for key in KEY_VALUE_HEADS if key in counts), None)
-    shared = kv_heads(module) or own or _int(config, "num_key_value_heads")
+    in_projection = kv_heads(module)  # a head of which several ranks can use
+    shared = in_projection or own or _int(config, "num_key_value_heads")
     if shared:
-        yield Count("num_key_value_heads", shared, shared=True)
+        yield Count("num_key_value_heads", shared, shared=in_projection is not None)
 
 
 def _int(config: Any, field: str) -> int | None:

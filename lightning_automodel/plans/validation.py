@@ -96,6 +96,7 @@ def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
             halves = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
             blocks = form.shape[1] // form.block // halves
             yield Count(f"blocks of {form.block} weights with one scale in a row of {wildcard(name)}", blocks)
+    gathered = {name_without_wrappers(n) for n, found in layout.modules.items() if found.leave is Leave.GATHER}
     for name, parameter in layout.parameters.items():
         placement, shape = parameter.placement, model.get_parameter(name).shape
         if isinstance(placement, StridedShard):
@@ -103,10 +104,9 @@ def _counts_of_layout(model: nn.Module, layout: Layout) -> Iterator[Count]:
             yield Count(f"width of each of the {placement.split_factor} matrices in {wildcard(name)}", width)
         owner = name_without_wrappers(name.rpartition(".")[0])
         parent, _, projection = owner.rpartition(".")
-        is_gathered = owner in layout.modules and layout.modules[owner].leave is Leave.GATHER
         if (
             projection in KEY_VALUE_PROJECTIONS
-            and not is_gathered
+            and owner not in gathered
             and (parameter.shared_heads or placement == Shard(0))
         ):
             heads = kv_heads(model.get_submodule(parent))

@@ -23,6 +23,7 @@ from lightning_automodel.loading import initialize, materialize, sharded_loading
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
+from tests.support.families import tiny_config
 from tests.support.initialization import initial_difference
 
 SIZES = dict(
@@ -246,17 +247,16 @@ def no_plan() -> None:
     parallelize(AutoModelForCausalLM.from_config(config), build_mesh(resolve_sizes(2, tp=2), "cpu"))
 
 
-def bad_heads() -> None:
+def odd_experts() -> None:
     mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
-    config = LlamaConfig(**{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48})
-    parallelize(AutoModelForCausalLM.from_config(config), mesh)
+    parallelize(AutoModelForCausalLM.from_config(tiny_config("mixtral", intermediate_size=65)), mesh)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (no_plan, "MambaForCausalLM publishes no tensor-parallel plan"),
-        (bad_heads, "num_attention_heads=3.*one of 1, 3"),
+        (odd_experts, "width of each of the 2 matrices in .*gate_up_proj=65: .*use one of 1"),
     ],
 )
 def test_a_model_that_tp_does_not_fit_is_refused_on_every_rank(function: Any, message: str, pool2: Pool) -> None:

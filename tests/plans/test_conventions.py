@@ -22,11 +22,13 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
+from lightning_automodel.plans.published import published_plan
 from lightning_automodel.plans.selection import has_rules, known_rules
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, SCHEDULE, build_mamba, build_opt
@@ -59,13 +61,9 @@ def test_the_names_of_opt_tell_the_documented_plan() -> None:
         ("mpt", {"attn.Wqkv": "packed_qkv_colwise", "attn.out_proj": "rowwise"}, ""),
         ("persimmon", {"self_attn.query_key_value": "interleaved_colwise"}, ""),
         ("moshi", {"mlp.fc1": "packed_colwise", "mlp.fc2": "rowwise"}, ""),
-        ("prophetnet", {"feed_forward.output": "rowwise"}, "attn"),  # positions of its own; widths of what came in
-        ("trocr", {"fc1": "colwise", "fc2": "rowwise"}, "self_attn"),  # reshape to the width of the input
-        ("xmod", {"self.query": "colwise"}, "output.adapter"),
+        ("xmod", {"self.query": "colwise", "intermediate.dense": "colwise_gather_output"}, "output.adapter"),
         ("hunyuan_v1_dense", {"self_attn.q_proj": "colwise", "mlp.down_proj": "rowwise"}, ""),  # its plan: the head
-        ("diffllama", {"mlp.up_proj": "colwise"}, "self_attn"),  # parameters for each head
         ("gpt2", {"attn.c_attn": "packed_qkv_colwise", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise"}, ""),
-        ("bitnet", {}, "proj"),  # norms across the features between two layers
         ("zaya", {}, "fc1"),  # a router, which does not write the stream
     ],
 )
@@ -76,11 +74,73 @@ def test_what_is_split_and_what_stays_whole(family: str, split: dict[str, str], 
     assert not [name for name in known_rules(model) if left and left in name]
 
 
-def test_norms_of_each_head_leave_attention_whole() -> None:
-    rules = known_rules(tiny_model("stablelm", qk_layernorm=True))
-    assert "model.layers.*.mlp.up_proj" in rules
-    assert not [name for name in rules if "self_attn" in name]
-    assert "model.layers.*.self_attn.q_proj" in known_rules(tiny_model("stablelm"))
+@pytest.mark.parametrize(
+    ("family", "changes", "split", "gathered"),
+    [
+        ("stablelm", {"qk_layernorm": True}, "mlp.up_proj", "self_attn.q_proj"),  # a list of norms, one for each head
+        ("prophetnet", {}, "feed_forward.intermediate", "self_attn.query_proj"),  # positions; widths of what came in
+        ("trocr", {}, "fc1", "self_attn.q_proj"),  # reshape to the width of the input
+        ("diffllama", {}, "mlp.up_proj", "self_attn.q_proj"),  # parameters for pairs of heads
+        ("gpt_bigcode", {"multi_query": True}, "mlp.c_fc", "attn.c_attn"),  # one key and value behind all queries
+        ("bitnet", {}, "", "mlp.up_proj"),  # a norm across the features between two layers
+        ("kimi_linear", {}, "", "self_attn.q_proj"),  # beside a plan of its own: convolutions over all features
+    ],
+)
+def test_what_needs_all_features_gathers_them(family: str, changes: dict[str, Any], split: str, gathered: str) -> None:
+    found = layers_of(tiny_model(family, **changes))
+    assert not split or found[split] == "colwise"
+    assert found[gathered] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize(
+    ("family", "added"),
+    [
+        ("granitemoe", {"self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"}),
+        ("deepseek_v3", {"self_attn.kv_b_proj": "colwise", "self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}),
+        ("afmoe", {"self_attn.gate_proj": "colwise", "mlp.up_proj": "colwise", "shared_experts.up_proj": "colwise"}),
+        ("flint", {"self_attn.sinks": "colwise", "self_attn.k_proj": "colwise"}),
+        ("gpt_oss", {"self_attn.sinks": "colwise", "self_attn.v_proj": "colwise"}),
+        ("minimax_m3_vl_text", {"shared_experts.gate_up_proj": "packed_colwise"}),
+        ("granitemoehybrid", {"shared_mlp.input_linear": "packed_colwise", "shared_mlp.output_linear": "rowwise"}),
+        ("nemotron_h", {"mixer.q_proj": "colwise", "mixer.up_proj": "colwise", "shared_experts.up_proj": "colwise"}),
+    ],
+)
+def test_a_plan_of_experts_is_completed(family: str, added: dict[str, str]) -> None:
+    model = tiny_model(family)
+    assert added.items() <= layers_of(model).items()
+    assert all(
+        known_rules(model)[rule] == style for rule, style in (model.tp_plan or {}).items() if "lm_head" not in rule
+    )
+    assert derive_layout(model, select_plan(model), 2).measured  # docs/families.md
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "added"),
+    [
+        ("gpt_oss", {}, {"model.embed_tokens": "embedding_rowwise"}),
+        ("gpt_oss", {"tie_word_embeddings": True}, {}),  # the head's rule is about its matrix, too
+        ("nemotron_h", {}, {"lm_head": "colwise_gather_output"}),
+        ("chameleon", {}, {"model.embed_tokens": "embedding_rowwise", "lm_head": "replicate"}),  # it writes into logits
+    ],
+)
+def test_ends_that_a_plan_leaves_out_are_split(family: str, changes: dict[str, Any], added: dict[str, str]) -> None:
+    model = tiny_model(family, **changes)
+    ends = {rule: style for rule, style in known_rules(model).items() if "*" not in rule}
+    published = published_plan(model)
+    assert {rule: style for rule, style in ends.items() if rule not in published} == added
+
+
+def test_towers_that_a_plan_leaves_out_stay_whole() -> None:
+    rules = known_rules(tiny_model("llava"))
+    assert not [rule for rule in rules if "vision_tower" in rule]
+    assert any(rule.endswith("self_attn.q_proj") for rule in rules)
+
+
+def test_heads_in_groups_alternate_with_their_keys_and_values() -> None:
+    model = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    assert layers_of(model)["self_attention.query_key_value"] == "interleaved_colwise"
+    attributes = derive_layout(model, select_plan(model), 2).attributes["transformer.h.0.self_attention"]
+    assert attributes == {"num_heads": 2, "num_kv_heads": 1}
 
 
 def test_a_plan_of_the_users_for_another_model_leaves_an_encoder_whole() -> None:
@@ -109,6 +169,36 @@ def test_ranks_hold_less() -> None:
     matrices = [n for n, p in model.named_parameters() if p.ndim == 2 and "embed_positions" not in n]
     assert [n for n in matrices if layout.parameters[n].placement == Replicate()] == []
     assert not layout.measured  # the first forward pass proves it
+
+
+class EmptyExperts(GptOssExperts):
+    """A user's, which computes what it inherits."""
+
+
+class CountingExperts(GptOssExperts):
+    """A user's, which computes with the width of what a rank has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) * self.gate_up_proj.shape[-1]
+
+
+def with_experts(kind: type) -> nn.Module:
+    model: Any = tiny_model("gpt_oss", experts="eager")
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = kind
+    return model
+
+
+def error_of_experts(kind: type) -> Any:
+    """Runs on each rank."""
+    return compare(partial(with_experts, kind), {"tp": 2}, 2, SCHEDULE).largest
+
+
+def test_experts_of_users_are_tried(pool2: Pool) -> None:
+    for error, where in pool2.run(error_of_experts, EmptyExperts):
+        assert error <= BOUND, where
+    with pytest.raises(RankFailed, match=r"layers.0.mlp \(GptOssMLP\) gives other numbers with parts of its weights"):
+        pool2.run(error_of_experts, CountingExperts)
 
 
 # ---- on ranks --------------------------------------------------------------------------------------------------------

@@ -255,3 +255,43 @@ def test_a_table_that_others_read_stays_whole() -> None:
     rules = known_rules(tiny_model("udop"))
     assert "encoder.block.1.layer.0.SelfAttention.q" in rules
     assert not [rule for rule in rules if rule.startswith(("encoder.block.0.layer.0", "encoder.block.*.layer.0"))]
+
+
+# ---- beside layers that give all heads -------------------------------------------------------------------------------
+
+
+def falcon_of_one_key() -> nn.Module:
+    """One key and value for all queries: its matrices are split, and all heads computed, with the biases of all."""
+    return tiny_model("falcon", new_decoder_architecture=False, multi_query=True, alibi=True)
+
+
+def rules(attention: str, row: str, *columns: str, style: str) -> dict[str, Any]:
+    given = {"colwise_gather_output": "rowwise_split_input"}.get(style, style)
+    named = {f"{attention}.{name}": style for name in columns} | {f"{attention}.{row}": given}
+    return {"tp_plan": {"extends": "model", **named}}
+
+
+_ATTENTION = "model.layers.*.self_attn"
+_LATENT = partial(rules, _ATTENTION, "o_proj", "q_b_proj", "kv_b_proj")
+_USUAL = partial(rules, _ATTENTION, "o_proj", "q_proj", "k_proj", "v_proj")
+BESIDE_ALL_HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "alibi": (falcon_of_one_key, {}),
+    "sinks": (partial(tiny_model, "gpt_oss"), _USUAL(style="replicate")),
+    "norms": (partial(tiny_model, "qwen3"), _USUAL(style="colwise_gather_output")),
+    "latent": (partial(tiny_model, "deepseek_v3"), _LATENT(style="colwise_gather_output")),
+    "whole latent": (partial(tiny_model, "deepseek_v2"), _LATENT(style="replicate")),
+    "table": (t5, rules("encoder.block.0.layer.0.SelfAttention", "o", "q", "k", "v", style="replicate")),
+}
+
+
+def errors_beside_all_heads() -> dict[str, Any]:
+    """Run on each rank: the largest error of each case that has one."""
+    cases = BESIDE_ALL_HEADS.items()
+    found = {
+        name: compare(make, {"tp": 2}, 2, SCHEDULE, FSDP2Config(**fields)).largest for name, (make, fields) in cases
+    }
+    return {name: error for name, error in found.items() if not error[0] <= BOUND}
+
+
+def test_what_goes_with_heads_is_whole_beside_layers_that_give_all_of_them(pool2: Pool) -> None:
+    assert pool2.run(errors_beside_all_heads, timeout=120) == [{}, {}]

@@ -14,6 +14,7 @@ from transformers import (
     BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -23,6 +24,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.distributed import logs
@@ -30,7 +32,7 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.styles import Leave
-from lightning_automodel.testing.pool import Pool
+from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.comparison import Batch, Schedule, compare
 from tests.support.families import tiny_model
 
@@ -87,6 +89,30 @@ def other_layers() -> nn.Module:
     return model
 
 
+def saved() -> nn.Module:
+    """A copy of attention to train, beside adapters."""
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["up_proj"], modules_to_save=["self_attn"], init_lora_weights=False, r=3)
+    return get_peft_model(tiny_model("llama", **FEW), config).double()  # type: ignore[arg-type]
+
+
+class Shown(LlamaForCausalLM):
+    """With a loss of attention maps, in which each head has a weight of its own."""
+
+    def forward(self, **batch: Any) -> Any:
+        output: Any = super().forward(**batch, output_attentions=True)
+        for scores in output.attentions:
+            output.loss = output.loss + (scores.square().mean((0, 2, 3)) * torch.linspace(1, 9, 6)).sum()
+        return output
+
+
+def shown() -> nn.Module:
+    """A model that returns the maps of 6 heads."""
+    model = tiny_model("llama", **FEW)
+    model.__class__ = Shown
+    return model
+
+
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (partial(tiny_model, "llama", **ODD), {}),
     "grouped": (partial(tiny_model, "qwen3", **FEW), {"sequence_parallel": True, "activation_checkpointing": True}),
@@ -101,7 +127,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "by names": (bert, {}),
     "adapters": (adapted, {}),
     "compiled": (partial(tiny_model, "llama", **FEW), {"enable_compile": True, "compile_backend": "aot_eager"}),
+    "packed": (partial(tiny_model, "granitemoehybrid", shared_intermediate_size=65), {"sequence_parallel": True}),
     "single layers": (other_layers, {}),
+    "attention to save": (saved, {}),
+    "maps": (shown, {}),
 }
 
 
@@ -144,6 +173,28 @@ def written(path: str) -> list[list[int]]:
     return tokens.tolist()
 
 
+class Scaled(LlamaAttention):
+    """A user's, that computes with a matrix itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, scores = super().forward(*args, **kwargs)
+        return output / self.q_proj.weight.norm(), scores
+
+
+def scaled() -> None:
+    """Runs on each rank."""
+    model: Any = tiny_model("llama", **ODD)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Scaled
+    model = parallelize(model, build_mesh(resolve_sizes(2, tp=2), "cpu"), FSDP2Config())
+    model(input_ids=torch.arange(12)[None])
+
+
+def test_code_of_users_that_reads_a_part_of_a_matrix_is_an_error(pool2: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"layers\.0\.self_attn \(Scaled\) gives other numbers with parts"):
+        pool2.run(scaled)
+
+
 def test_generated_as_by_one_process(tmp_path: Any, pool2: Pool) -> None:
     model: Any = tiny_model("qwen2", **FEW)
     model.save_pretrained(tmp_path)
@@ -174,7 +225,7 @@ def test_a_rank_stores_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_seen", set())
     sizes: dict[str, Any] = {"num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 2}
     model = on_meta(Qwen2ForCausalLM, Qwen2Config(hidden_size=3584, intermediate_size=18944, **sizes))
-    told = r"tp=8 does not divide num_attention_heads=28 of model.layers.\*.self_attn: .*is faster \(1, 2, 4\)"
+    told = r"tp=8 does not divide num_attention_heads=28 of model.layers.\*.self_attn: .*is faster \(2, 4\)"
     with pytest.warns(UserWarning, match=told):
         layout = layout_of(model, 8)
     attention = "model.layers.0.self_attn"

@@ -22,7 +22,7 @@ from lightning_automodel.modules.structure import find_blocks, names_around, out
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import wildcard
-from lightning_automodel.plans.styles import Leave
+from lightning_automodel.plans.styles import Enter, Leave
 
 _MASK = "attention_mask"
 _MASKS = (_MASK, "mask")
@@ -54,20 +54,23 @@ def install_head_masks(model: nn.Module, group: ProcessGroup, layout: Layout) ->
     wrap_forward(model, around)
 
 
+def around_parts(layout: Layout) -> set[str]:
+    """Name the modules whose code has a rank's part of features, by the layers in them that are cut, and neither join
+    what they give nor cut what they take.
+    """
+    whole = [n for n, found in layout.modules.items() if found.leave is Leave.GATHER or found.enter is Enter.SPLIT]
+    cut = (name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    return names_around(name for name in cut if outermost(whole, name) is None)
+
+
 def install_head_biases(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
     """Cut what enters attention with a rank's heads, and has numbers of all of them.
 
     What the first layer makes of its own table has a rank's heads already.
     """
-    gathered = {f"{name}." for name, found in layout.modules.items() if found.leave is Leave.GATHER}
-    cut = names_around(
-        name
-        for name, found in layout.parameters.items()
-        if not found.placement.is_replicate() and f"{name.rpartition('.')[0]}." not in gathered
-    )
     handed = {
         name: heads
-        for name in cut - find_blocks(model).keys()  # they may count heads, too
+        for name in around_parts(layout) - find_blocks(model).keys()  # they may count heads, too
         if (heads := heads_of(counts_of(module := model.get_submodule(name)))) is not None
         if not BIASES_OF_HEADS.isdisjoint(arguments_of(module))
     }

@@ -13,6 +13,7 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
 from lightning_automodel.modules.structure import class_names, names_around, nearest_config, outermost
 from lightning_automodel.parallel.tensor.beside import same_container
+from lightning_automodel.parallel.tensor.numbers_of_heads import around_parts
 from lightning_automodel.parallel.tensor.origins import comes_of, let_pass
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
@@ -57,7 +58,7 @@ def _all_heads(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _split_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, str, int]]:
     """Find the modules with a rank's heads among those whose attention maps are recorded."""
-    split = names_around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    split = around_parts(layout)
     for name, module, key, index in list(recorded_outputs(model, ATTENTIONS)):
         if name in split:
             yield module, key, index
@@ -68,7 +69,7 @@ def _returning_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn
 
     These are boundaries, at whose end values are what one process has, and outside of them the innermost ones.
     """
-    split = names_around(name for name, found in layout.parameters.items() if not found.placement.is_replicate())
+    split = around_parts(layout)
     asked = {name for name, module in model.named_modules() if name in split and _ASKED in arguments_of(module)}
     recorded = {name for name, *_ in recorded_outputs(model, ATTENTIONS)}
     innermost = asked - recorded - names_around([*asked, *recorded])
