@@ -33,7 +33,6 @@ HYBRIDS = (
     "qwen3_5_text",
     "qwen3_next",
     "recurrent_gemma",
-    "zamba2",
 )
 FOUR_RANKS = (
     "apertus",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
     if not config_class.sub_configs:
         special = _for_layers(SPECIAL.get(family, {}), changes.get("num_hidden_layers"))
-        return config_class(**{**_known(config_class, SMALL), **special, **_known(config_class, changes)})
+        changed = _known(config_class, changes, SimpleNamespace(**special))
+        return config_class(**{**_known(config_class, SMALL), **special, **changed})
     return _tiny_composite(config_class(), SMALL, changes)
 
 
@@ -125,7 +127,9 @@ def _special_ids(default: PreTrainedConfig) -> dict[str, int]:
 
 
 def _known(
-    config_class: type[PreTrainedConfig], values: dict[str, Any], default: PreTrainedConfig | None = None
+    config_class: type[PreTrainedConfig],
+    values: dict[str, Any],
+    default: PreTrainedConfig | SimpleNamespace | None = None,
 ) -> dict[str, Any]:
     """The ``values`` that are fields of the config; one per entry where the ``default`` is a list."""
     if dataclasses.is_dataclass(config_class):
