@@ -63,6 +63,13 @@ def wildcard(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def layers_of(name: str, module: nn.Module) -> str:
+    """List the layers in ``module`` as rules name them, for errors that ask for a rule for each."""
+    inside = module.named_modules(prefix=name)
+    layers = (inner for inner, layer in inside if next(layer.parameters(recurse=False), None) is not None)
+    return ", ".join(dict.fromkeys(map(wildcard, layers)))
+
+
 def select_plan(model: nn.Module, custom: Rules | str | None = None) -> Plan:
     """Chooses the plan of a model and logs its source once. Rules that match nothing are dropped and reported once.
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.plans.linearity import tensors
-from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.selection import layers_of
 
 _CUT = "_features_are_cut"
 _ALONE = {
@@ -96,7 +96,7 @@ class CutFeatures(TorchFunctionMode):
         return (
             f"{self._name} ({type(self._module).__name__}) is split over the tp ranks, and {name.strip('_')} "
             f"{problem}. Leave the module whole, with a rule 'replicate' for each of its layers "
-            f"({wildcard(self._name)}.*) in FSDP2Config(tp_plan={{'extends': 'model', ...}}), or use tp=1"
+            f"({layers_of(self._name, self._module)}) in FSDP2Config(tp_plan={{'extends': 'model', ...}}), or use tp=1"
         )
 
 

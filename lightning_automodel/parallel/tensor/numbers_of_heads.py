@@ -21,7 +21,7 @@ from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_
 from lightning_automodel.modules.structure import find_blocks, names_around, outermost, text_config
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
-from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.selection import layers_of
 from lightning_automodel.plans.styles import Enter, Leave
 
 _MASK = "attention_mask"
@@ -47,7 +47,8 @@ def install_head_masks(model: nn.Module, group: ProcessGroup, layout: Layout) ->
         mask = given.get(_MASK)
         if isinstance(mask, Tensor) and mask.ndim == 4 and 1 < mask.shape[1] == heads:
             if mask.requires_grad:
-                raise ValueError(_cannot_train(reading[0], heads, group.size()))
+                layers = layers_of(reading[0], model.get_submodule(reading[0]))
+                raise ValueError(_cannot_train(layers, heads, group.size()))
             args, kwargs = (), {**given, _MASK: mask.narrow(1, group.rank() * per_rank, per_rank)}
         return forward(*args, **kwargs)
 
@@ -118,10 +119,10 @@ class _Handed:
         return split(value, dim, self.group)
 
 
-def _cannot_train(attention: str, heads: int, tp: int) -> str:
+def _cannot_train(layers: str, heads: int, tp: int) -> str:
     return (
         f"attention_mask has a gradient for each of {heads} heads, of which a rank has {heads // tp} with tp={tp}, "
         "and those of the ranks are not told apart where it enters attention. Leave attention whole, with a rule "
-        f"'replicate' for each of its layers ({wildcard(attention)}.*) in "
+        f"'replicate' for each of its layers ({layers}) in "
         "FSDP2Config(tp_plan={'extends': 'model', ...}), or use tp=1"
     )

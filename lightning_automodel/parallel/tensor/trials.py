@@ -54,7 +54,7 @@ from lightning_automodel.parallel.traces import (
     refuse_gradients,
 )
 from lightning_automodel.plans.linearity import tensors
-from lightning_automodel.plans.selection import wildcard
+from lightning_automodel.plans.selection import layers_of, wildcard
 
 _TOLERANCE, _OF_NARROW = 2e-3, 3e-2
 _tried: list[nn.Module] = []
@@ -92,7 +92,7 @@ class Trial:
             f"{self.name} ({type(module).__name__}) gives other numbers with parts of its weights on the tp ranks than "
             "with the whole: something in it computes across the features or heads of which each rank has a part, or "
             "with their number or place, or changes a sum over the ranks. Leave the module whole, with a rule "
-            f"'replicate' for each of its layers ({wildcard(self.name)}.*) in "
+            f"'replicate' for each of its layers ({layers_of(self.name, module)}) in "
             "FSDP2Config(tp_plan={'extends': 'model', ...}), or use tp=1"
         )
 
