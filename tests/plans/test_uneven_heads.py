@@ -1,6 +1,7 @@
 """Heads that tp does not divide: each rank stores its part of the matrices, and computes all heads."""
 
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_automodel.plans.styles import Leave
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.support.comparison import Batch, Schedule, compare
 from tests.support.families import tiny_model
+from tests.support.marks import with_slow
 
 BOUND = 1e-5
 BOUNDS = {"mixed heads": 1e-4}  # its own code computes masks in float32; 4 heads on 2 ranks come to 1e-5
@@ -141,7 +143,7 @@ def for_both(schedule: Schedule, step: int, data_rank: int) -> list[Batch]:
     return [{"input_ids": text, "labels": text} for text in texts]
 
 
-def errors(sizes: dict[str, int], names: list[str]) -> dict[str, Any]:
+def errors(sizes: dict[str, int], names: Iterable[str]) -> dict[str, Any]:
     """Runs on each rank: the largest error of each case that has one."""
     world, found = torch.distributed.get_world_size(), {}
     warnings.filterwarnings("ignore", "tp=. does not divide")
@@ -151,8 +153,14 @@ def errors(sizes: dict[str, int], names: list[str]) -> dict[str, Any]:
     return {name: error for name, error in found.items() if not error[0] <= BOUNDS.get(name, BOUND)}
 
 
-def test_exact(pool2: Pool) -> None:
-    assert pool2.run(errors, {"tp": 2}, list(CASES), timeout=240) == [{}, {}]
+FAST = ("grouped", "sinks", "stacked", "biases of positions", "by names", "adapters", "packed")
+OTHERS = tuple(sorted(CASES.keys() - set(FAST)))
+
+
+@pytest.mark.parametrize("group", with_slow(["few", "others"], "others"))
+def test_exact(group: str, pool2: Pool) -> None:
+    names = FAST if group == "few" else OTHERS
+    assert pool2.run(errors, {"tp": 2}, names, timeout=240) == [{}, {}]
 
 
 @pytest.mark.slow
