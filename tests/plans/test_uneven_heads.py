@@ -39,7 +39,9 @@ from tests.support.families import tiny_model
 from tests.support.marks import with_slow
 
 BOUND = 1e-5
-BOUNDS = {"mixed heads": 1e-4}  # its own code computes masks in float32; 4 heads on 2 ranks come to 1e-5
+BOUNDS = {"mixed heads": 1e-4, "gated": 1e-4}
+"""Masks are computed in float32 (4 heads on 2 ranks come to 1e-5), and a recurrence amplifies rounding (8e-14 in
+float64)."""
 SCHEDULE = Schedule(steps=2, micro_batches=2, clip=0.5)
 ODD: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}
 FEW: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3}
@@ -166,7 +168,8 @@ def test_exact(group: str, pool2: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"tp": 4}, {"cp": 2, "tp": 2}], ids=str)
 def test_exact_on_four_ranks(sizes: dict[str, int], pool4: Pool) -> None:
-    names = [name for name in CASES if "cp" not in sizes or name not in ("biases of positions", "by names", "alibi")]
+    of_whole_texts = ("biases of positions", "by names", "alibi", "maps")  # under cp a rank has its rows of maps
+    names = [name for name in CASES if "cp" not in sizes or name not in of_whole_texts]
     assert pool4.run(errors, sizes, names, timeout=300) == [{}] * 4
 
 
