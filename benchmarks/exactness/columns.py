@@ -177,13 +177,7 @@ MAIN: Mapping[str, Column] = {
     ),
     "context_tp": Column(
         title="cp=2 x tp=2, sequence parallelism, 3 steps",
-        run=Run(
-            sizes={"cp": 2, "tp": 2},
-            schedule=LONG,
-            changes=_OF_THREE,
-            config=FSDP2Config(sequence_parallel=True),
-            ragged=True,
-        ),
+        run=Run(sizes={"cp": 2, "tp": 2}, schedule=LONG, config=FSDP2Config(sequence_parallel=True), ragged=True),
     ),
     "initial": Column(title="initial weights", run=None),
     "read": Column(title="weights read", run=None, weights="read", needs_plan=False),

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -106,6 +107,7 @@ _inherited: list[nn.Module] = []
 def _inherit(model: nn.Module) -> None:
     """Be a worker that plays ``model``. What it inherits is never garbage: no play needs to look through it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the process that asked says so, once
+    warnings.simplefilter("ignore")  # of layouts that are only tried, once from each process
     _inherited.append(model)
     gc.freeze()
 

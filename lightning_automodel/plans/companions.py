@@ -14,9 +14,6 @@ from torch import nn
 from lightning_automodel.modules.matrices import Matrix
 from lightning_automodel.plans.styles import Leave, Style
 
-_OF_ALL_FEATURES = {"replicate", "colwise_gather_output", "rowwise_split_input"}
-"""Styles of layers that take and give all features."""
-
 
 def leave_companions_whole(
     modules: Mapping[str, nn.Module], module_styles: dict[str, Style], parameter_styles: dict[str, Style]
@@ -25,7 +22,7 @@ def leave_companions_whole(
 
     A user's rules for the layers (``"extends": "model"``) leave in the plan what it has beside them.
     """
-    whole = {name for name, style in module_styles.items() if style.name in _OF_ALL_FEATURES}
+    whole = {name for name, style in module_styles.items() if style.joins or style.name == "replicate"}
     for parent in {name.rpartition(".")[0] for name in whole if isinstance(modules[name], Matrix)} - {""}:
         inside = {name: style for name, style in module_styles.items() if name.startswith(f"{parent}.")}
         beside = {name for name, style in inside.items() if _goes_with_heads(style)}

@@ -98,7 +98,7 @@ def _ends(model: nn.Module, named: set[str]) -> dict[str, str]:
 
 def _found_in(holder: nn.Module, width: int | None) -> Iterator["_Found"]:
     """Yield the pairs of which ``holder`` has all layers and that write a stream of ``width``: those that can be split
-    first, then attention that needs all heads.
+    first, then those between whose layers all features are needed.
     """
     pairs = [found for pair in PAIRS if (found := _Found.of(holder, pair))]
     pairs = [found for found in pairs if width in (None, out_features(found.row)) and not found.is_kept()]
@@ -118,7 +118,7 @@ class _Found:
         pair: the names in it.
         columns: the layers that read the stream.
         row: the layer that writes it.
-        is_gathered: what is between has all heads.
+        is_gathered: what is between has all features.
     """
 
     holder: nn.Module

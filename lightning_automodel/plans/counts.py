@@ -50,6 +50,6 @@ def listed(counts: Iterable[Count]) -> str:
 
 def fitting_sizes(counts: Iterable[Count]) -> list[int]:
     """List the numbers of ranks that fit all of ``counts``."""
-    counts = list(counts)
+    counts = set(counts)
     largest = max(count.parts for count in counts)
     return [tp for tp in range(1, largest + 1) if all(count.allows(tp) for count in counts)]

@@ -11,7 +11,7 @@ from lightning_automodel.modules.matrices import Matrix, in_features, out_featur
 from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.plans.own_linears import problem_of_own_linear
 from lightning_automodel.plans.selection import wildcard
-from lightning_automodel.plans.styles import EMBEDDINGS, Enter, Leave, Style
+from lightning_automodel.plans.styles import EMBEDDINGS, TURNED, Enter, Leave, Style
 
 Modules = Mapping[str, nn.Module]
 Styles = Mapping[str, Style]
@@ -227,6 +227,10 @@ def _problem_of_storage(module: nn.Module, style: Style) -> str:
         return (
             "it is a convolution, whose weight [out, in / groups, ...] this style would cut within a channel: "
             "leave it and what reads its channels out of the plan, or use tp=1"
+        )
+    if isinstance(module, Matrix) and style.name in TURNED:
+        return (
+            f"this style is for stacked matrices [..., in, out] of a module's own; use {style.name[len('turned_') :]}"
         )
     placement = style.placement("weight", 2)
     if not isinstance(module, Matrix) or not isinstance(placement, StridedShard):

@@ -85,6 +85,11 @@ class Style:
     confined: bool = True
     divides: bool = False
 
+    @property
+    def joins(self) -> bool:
+        """Tell whether it stores a part of a matrix whose module takes and gives all features."""
+        return self.enter is Enter.SPLIT or (self.enter is Enter.COPY and self.leave is Leave.GATHER)
+
 
 def _rows(name: str, ndim: int) -> Placement:
     """Places output features: dim 0 of a matrix, the last but one of stacked matrices, the last of biases."""
@@ -132,6 +137,9 @@ def _table(dim: int) -> Callable[[str, int], Placement]:
 def _whole(name: str, ndim: int) -> Placement:
     return Replicate()
 
+
+TURNED = ("turned_colwise", "turned_rowwise")
+"""Styles of parameters that hold stacked matrices [..., in, out]."""
 
 EMBEDDINGS = ("embedding_rowwise", "embedding_colwise", "embedding_of_heads")
 """Styles of modules that look rows up."""

@@ -76,21 +76,17 @@ def find_holders(
     own = [block for block in blocks if not is_known(modules[block])]
     found = {block: None for block in own if any(name.startswith(f"{block}.") for name in module_styles)}
     for name, style in module_styles.items():
-        gives_part, is_whole = style.opens and style.leave is Leave.NONE, style.name in _OF_ALL_FEATURES
-        if (gives_part or is_whole) and outermost([*boundaries, *own], name) is None:
+        gives_part = style.opens and style.leave is Leave.NONE
+        if (gives_part or style.joins) and outermost([*boundaries, *own], name) is None:
             holder = name.rpartition(".")[0]
             while isinstance(modules[holder], CONTAINERS) or is_wrapper(modules[holder]):
                 holder = holder.rpartition(".")[0]
             below = {n: m for n, m in modules.items() if n == holder or n.startswith(f"{holder}.")}
             if gives_part and holder and (not measured or _is_of_user(below, module_styles)):
                 found[holder] = None
-            if is_whole and outermost(list(blocks), holder) and not all(map(is_known, below.values())):
+            if style.joins and outermost(list(blocks), holder) and not all(map(is_known, below.values())):
                 found[holder] = None
     return list(found)
-
-
-_OF_ALL_FEATURES = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
-"""Styles of layers that give or take all features, and store a part: code of users may read their matrices."""
 
 
 def _is_of_user(modules: Mapping[str, nn.Module], module_styles: Mapping[str, Style]) -> bool:

@@ -34,7 +34,7 @@ _DIVIDES_FEATURES = {"view", "reshape", "unflatten", "rearrange"}
 
 
 def styles_of_uneven_heads(model: nn.Module, styles: Styles, tp: int) -> dict[str, Styles]:
-    """Find attention that is split by heads which ``tp`` does not divide, and warn of it once.
+    """Find attention that is split by heads which ``tp`` does not divide, and packed matrices; warn of these once.
 
     Args:
         model: its parameters may be on the meta device.
@@ -42,8 +42,8 @@ def styles_of_uneven_heads(model: nn.Module, styles: Styles, tp: int) -> dict[st
         tp: number of ranks.
 
     Returns:
-        by the name of the module around an attention's layers: styles of what stands in it, in the place of those that
-        it has. What has none there stays whole.
+        by the name of the module around such layers: styles of what stands in it, in the place of those that it has.
+        What has none there stays whole.
 
     Raises:
         ValueError: if it is not known which layer writes what such an attention computes, or how code divides features.
@@ -117,7 +117,7 @@ def _holder(attention: str, closing: list[str], blocks: dict[str, nn.Module]) ->
 
 
 def _gathering(styles: Styles) -> Styles:
-    """Return styles with which the layers of an attention give and take all features."""
+    """Return styles with which the layers give and take all features."""
     gathering = {}
     for name, style in styles.items():
         if style.enter is Enter.COPY and (style.opens or style.leave is Leave.GATHER):

@@ -244,6 +244,11 @@ def mixes() -> nn.Module:
             r"no collectives; name the module: 'model.decoder.layers.\*.fc1'",
         ),
         (build_llama, {"model.layers.*.mlp.up_proj": "colwise"}, "no module around it or beside it .* that sums"),
+        (
+            build_llama,
+            {"extends": "model", "model.layers.*.mlp.up_proj": "turned_colwise"},
+            r"mlp.up_proj' .*turned_colwise.* stacked matrices \[..., in, out\] .*; use colwise",
+        ),
         (build_llama, {"extends": "model", "lm_head": "colwise"}, "'lm_head' .* use colwise_gather_output"),
         (build_opt, {f"{DECODER}.fc1": "split_heads"}, r"split_heads, but it has no attribute that counts heads"),
         (

@@ -266,7 +266,7 @@ def falcon_of_one_key() -> nn.Module:
 
 
 def rules(attention: str, row: str, *columns: str, style: str) -> dict[str, Any]:
-    given = {"colwise_gather_output": "rowwise_split_input"}.get(style, style)
+    given = {"colwise_gather_output": "rowwise_split_input", "colwise_rep": "rowwise_rep"}.get(style, style)
     named = {f"{attention}.{name}": style for name in columns} | {f"{attention}.{row}": given}
     return {"tp_plan": {"extends": "model", **named}}
 
@@ -279,6 +279,7 @@ BESIDE_ALL_HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sinks": (partial(tiny_model, "gpt_oss"), _USUAL(style="replicate")),
     "norms": (partial(tiny_model, "qwen3"), _USUAL(style="colwise_gather_output")),
     "latent": (partial(tiny_model, "deepseek_v3"), _LATENT(style="colwise_gather_output")),
+    "latent, by other names": (partial(tiny_model, "deepseek_v3"), _LATENT(style="colwise_rep")),
     "whole latent": (partial(tiny_model, "deepseek_v2"), _LATENT(style="replicate")),
     "table": (t5, rules("encoder.block.0.layer.0.SelfAttention", "o", "q", "k", "v", style="replicate")),
 }
