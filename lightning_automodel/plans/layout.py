@@ -142,7 +142,7 @@ def _structure_of(model: nn.Module, plan: Plan, tp: int) -> Structure:
     leave_companions_whole(*styles)
     check_styles(*styles)
     check_sums(*styles, plan.dropped)
-    check_ends(structure.modules, structure.module_styles)
+    check_ends(*styles)
     return structure
 
 

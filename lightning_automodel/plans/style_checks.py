@@ -8,6 +8,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.modules.matrices import Matrix, in_features, out_features
+from lightning_automodel.modules.structure import names_around
 from lightning_automodel.modules.wrappers import is_wrapper
 from lightning_automodel.plans.own_linears import problem_of_own_linear
 from lightning_automodel.plans.selection import wildcard
@@ -78,26 +79,40 @@ def check_sums(modules: Modules, module_styles: Styles, parameter_styles: Styles
             raise ValueError(_message(name, modules[name], style, problem))
 
 
-def check_ends(modules: Modules, module_styles: Styles) -> None:
-    """Checks that what gives a rank its features alone is followed by what sums over the ranks.
+def check_ends(modules: Modules, module_styles: Styles, parameter_styles: Styles) -> None:
+    """Checks that what gives a rank its features alone is followed by what sums over the ranks, and the other way.
 
-    A module that sums does so for all modules of the nearest one around it in which any gives features alone.
+    A module that sums does so for all modules of the nearest one around it in which any gives features alone, and for
+    those beside it and beside what is around it in their own.
 
     Args:
         modules: all modules of the model by name.
         module_styles: of the modules that the plan names.
+        parameter_styles: of the parameters that it names, alone or with their module.
 
     Raises:
-        ValueError: naming the rule, the module, and the style that gives whole features.
+        ValueError: naming the rule, the module, and the style that gives or takes whole features.
     """
     begin = [n for n, s in module_styles.items() if s.enter is Enter.COPY and s.leave is Leave.NONE and s.opens]
-    sums = [name for name, style in module_styles.items() if style.closes or style.leave in _SUMS]
-    ended = {found for name in sums for found in _nearest(name, begin)}
+    others = {name: style for name, style in module_styles.items() if not isinstance(modules[name], nn.Embedding)}
+    ended = {name for name in begin if any(name.startswith(f"{n}.") for n, s in others.items() if s.leave in _SUMS)}
+    sums = [n for n, s in others.items() if s.enter is not Enter.COPY_ALL and (s.closes or s.leave in _SUMS)]
+    ended |= {found for name in sums for found in _nearest(name, begin)} | _beside(begin, sums)
     for name in begin:
         if name not in ended:
             problem = (
                 "no module around it or beside it has one that sums over the ranks (rowwise), so what reads it would "
                 "see a rank's share of its features; use colwise_gather_output, or plan the module that reads it, too"
+            )
+            raise ValueError(_message(name, modules[name], module_styles[name], problem))
+    rows = [n for n in sums if others[n].closes and others[n].enter is Enter.NONE and isinstance(modules[n], Matrix)]
+    opening = [name for name, style in parameter_styles.items() if style.opens and style.leave is Leave.NONE]
+    fed = {found for name in opening for found in _nearest(name, rows)} | _beside(rows, opening)
+    for name in rows:
+        if name not in fed:
+            problem = (
+                "no layer beside it gives a rank its features alone (colwise), so it would be handed all of them; use "
+                "rowwise_split_input, or plan the layers before it, too"
             )
             raise ValueError(_message(name, modules[name], module_styles[name], problem))
 
@@ -142,6 +157,12 @@ def _nearest(name: str, others: Sequence[str]) -> list[str]:
         if found:
             return found
     return []
+
+
+def _beside(names: Sequence[str], others: Sequence[str]) -> set[str]:
+    """Find those of ``names`` that stand in a module which holds any of ``others``, at any depth."""
+    around = names_around(others)
+    return {name for name in names if name.rpartition(".")[0] in around}
 
 
 _SUMS = (Leave.REDUCE, Leave.REDUCE_ALL, Leave.REDUCE_SPLIT)

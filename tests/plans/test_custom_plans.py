@@ -244,6 +244,15 @@ def mixes() -> nn.Module:
             r"no collectives; name the module: 'model.decoder.layers.\*.fc1'",
         ),
         (build_llama, {"model.layers.*.mlp.up_proj": "colwise"}, "no module around it or beside it .* that sums"),
+        *(
+            (build, {"extends": "model", "model.layers.*.self_attn.o_proj": "replicate"}, r"q_proj' .* that sums")
+            for build in (build_llama, partial(tiny_model, "gpt_oss"))
+        ),
+        (
+            build_gpt2,
+            {"extends": "model", "transformer.h.*.mlp.c_fc": "replicate"},
+            r"mlp.c_proj' .* no layer beside it .*; use rowwise_split_input",
+        ),
         (
             build_llama,
             {"extends": "model", "model.layers.*.mlp.up_proj": "turned_colwise"},
