@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_automodel.modules.reachable_code import names_in_code
+
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads")
 HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", *KEY_VALUE_HEADS)
 """Attributes of attention modules that count heads, where these cannot tell the number from the width of what comes."""
@@ -19,6 +21,13 @@ def counts_of(module: nn.Module) -> dict[str, int]:
     """Reads the attributes of a module that count heads."""
     found = {attribute: getattr(module, attribute, None) for attribute in HEADS}
     return {attribute: n for attribute, n in found.items() if isinstance(n, int) and not isinstance(n, bool)}
+
+
+def count_in_config(module: nn.Module) -> str:
+    """Name the number of heads that the code of a module reads in its config, where no attribute has it; or nothing."""
+    config, used = getattr(module, "config", None), names_in_code(module)
+    read = [name for name in HEADS if name in used and isinstance(getattr(config, name, None), int)]
+    return read[0] if read and not hasattr(module, read[0]) else ""
 
 
 def heads_of(counts: Mapping[str, int]) -> int | None:

@@ -4,10 +4,12 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from torch import nn
 
 LIBRARIES = {"lightning", "lightning_automodel", "peft", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
 
@@ -32,6 +34,18 @@ def attributes_of(owners: Collection[str], code: CodeType) -> set[str]:
         str(i.argval) for before, i in loads if i.opname == before.opname == "LOAD_ATTR" and before.argval in owners
     }
     return found.union(*(attributes_of(owners, part) for part in inner))
+
+
+def names_in_code(module: nn.Module) -> set[str]:
+    """List attributes and functions named in the methods of a module's class, its constructor apart."""
+    return {name for code in codes_of_methods(type(module)) for name in names_in(code)}
+
+
+@cache
+def reads_matrix_of(layer: str, kinds: frozenset[type]) -> bool:
+    """Tell whether methods of ``kinds`` read the parameters of what is an attribute ``layer``, beside a call of it."""
+    codes = (code for kind in kinds for code in codes_of_methods(kind))
+    return any(not {"weight", "bias"}.isdisjoint(attributes_of({layer}, code)) for code in codes)
 
 
 def codes_of_methods(kind: type) -> Iterator[CodeType]:

@@ -83,7 +83,9 @@ def find_names_of_ends(model: nn.Module) -> tuple[str | None, str | None]:
     if not isinstance(model, PreTrainedModel):
         return None, None
     names = {id(module): name for name, module in model.named_modules()}
-    return names.get(id(find_input_embedding(model))), names.get(id(model.get_output_embeddings()))
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    heads = (head for module in models if (head := module.get_output_embeddings()) is not None)
+    return names.get(id(find_input_embedding(model))), names.get(id(next(heads, None)))
 
 
 def find_large_ends(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
@@ -224,6 +226,14 @@ def configs_of_layers(config: Any) -> list[Any]:
     Of a heterogeneous one transformers refuses to read what differs between layers.
     """
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def config_of(layer: nn.Module, config: Any) -> Any:
+    """Return what holds for ``layer``: ``config``, or where layers have their own, the one of its ``layer_idx``."""
+    configs, index = configs_of_layers(config), getattr(layer, "layer_idx", None)
+    if len(configs) == 1:
+        return configs[0]
+    return configs[index] if isinstance(index, int) and index < len(configs) else None
 
 
 def kv_heads(attention: nn.Module) -> int | None:

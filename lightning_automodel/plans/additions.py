@@ -36,6 +36,28 @@ ADDITIONS: dict[str, Mapping[str, str | ParallelStyle]] = {
         "layers.*.mlp.experts.down_proj": "turned_rowwise",
         "layers.*.mlp.experts.down_proj_bias": "turned_rowwise",
     },
+    "JetMoeModel": {  # its attention has experts, too, which stay whole
+        "layers.*.mlp.input_linear": "packed_colwise",
+        "layers.*.mlp.output_linear": "rowwise",
+        "layers.*.self_attention.kv_proj": "colwise_gather_output",
+    },
+    "MuseSparkTextModel": {  # a norm stands behind each expert: they are divided whole
+        "layers.*.mlp.experts": "ep_dispatch_experts",
+        "layers.*.mlp.experts.post_expert_norm": "replicated_with_grad_allreduce",
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+    },
+    "NeoMMEModel": {  # values that layers share are added to those of all heads, and each head has a number of its own
+        **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+        "layers.*.self_attn.output_projection.gate_proj": "colwise_gather_output",
+        "layers.*.self_attn.output_projection.o_proj": "colwise_gather_output",
+    },
+    "ZayaModel": {
+        "layers.*.mlp": "separate",  # its router gives its states to the next layer's
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+    },
     "GPTNeoXModel": {"layers.*.attention.query_key_value": "interleaved_colwise"},
     **dict.fromkeys(("InklingTextModel", "Inkling2TextModel", "Inkling2LoopTextModel"), _FUSED_EXPERTS),
     **{f"{name}For{task}": _HEAD for name in _INKLING for task in ("CausalLM", "ConditionalGeneration")},

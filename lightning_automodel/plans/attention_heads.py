@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_automodel.distributed.logs import log_once
-from lightning_automodel.modules.heads import HEADS, KEY_VALUE_HEADS, counts_of
+from lightning_automodel.modules.heads import HEADS, KEY_VALUE_HEADS, count_in_config, counts_of
 from lightning_automodel.modules.matrices import WIDTH_OF_VIEW, Matrix, is_turned, out_features
-from lightning_automodel.modules.reachable_code import codes_of_methods, names_in
+from lightning_automodel.modules.reachable_code import names_in_code
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import Style
@@ -102,18 +102,10 @@ def _used_counts(module: nn.Module, projection: nn.Module) -> dict[str, int]:
 
 
 def _check_config(name: str, module: nn.Module, parameter: str) -> None:
-    used = names_in_code(module) & set(HEADS)
-    config = getattr(module, "config", None)
-    read = [attribute for attribute in HEADS if attribute in used and isinstance(getattr(config, attribute, None), int)]
-    if read and not hasattr(module, read[0]):
+    if field := count_in_config(module):
         raise ValueError(
             f"the tensor-parallel plan splits {wildcard(parameter)}, so a rank has its share of the heads, but the "
-            f"code of {wildcard(name)} ({type(module).__name__}) reads config.{read[0]}, which counts all of them; "
+            f"code of {wildcard(name)} ({type(module).__name__}) reads config.{field}, which counts all of them; "
             f"keep the number in an attribute of the module ({', '.join(HEADS)}), or leave its projections out of the "
             "plan"
         )
-
-
-def names_in_code(module: nn.Module) -> set[str]:
-    """Lists attributes and functions named in the methods of a module's class, its constructor apart."""
-    return {name for code in codes_of_methods(type(module)) for name in names_in(code)}

@@ -1,7 +1,8 @@
 """Finds rules for what a model's plan leaves out, by the names that attention and feed-forward have for their layers.
 
 A model that publishes no plan gets all of it this way. In blocks of which a plan names a part (experts, and not the
-attention beside them), modules get it in which it names nothing; other blocks, of towers, stay whole.
+attention beside them), modules get it in which it names nothing; other blocks, of towers, stay whole. What no names
+tell is left to ``single_layers``.
 
 Names alone are no proof. The shapes must fit each other, and the first forward pass runs each module that was split
 with drawn weights, whole and in parts: one that computes across its features ends there, with its name. What completes
@@ -10,7 +11,7 @@ a published plan is compared family by family instead (docs/families.md).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from torch import nn
@@ -19,13 +20,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.forward import arguments_of
-from lightning_automodel.modules.heads import BIASES_OF_HEADS, KEY_VALUE_HEADS, counts_of, heads_of
+from lightning_automodel.modules.heads import BIASES_OF_HEADS, KEY_VALUE_HEADS, count_in_config, counts_of, heads_of
 from lightning_automodel.modules.matrices import Matrix, in_features, out_features
-from lightning_automodel.modules.reachable_code import attributes_of, codes_of_methods
+from lightning_automodel.modules.reachable_code import codes_of_methods
 from lightning_automodel.modules.structure import (
     class_names,
     find_blocks,
-    find_names_of_ends,
     heads_in,
     names_around,
     nearest_config,
@@ -44,7 +44,7 @@ _STREAMS = {"residual", "input_tensor"}
 
 
 def conventional_plan(model: nn.Module, named: Iterable[str] = ()) -> dict[str, str]:
-    """Collect the rules for the layers in the blocks of a model of transformers, and for its ends.
+    """Collect the rules for the layers in the blocks of a model of transformers.
 
     Args:
         model: its parameters may be on the meta device.
@@ -55,15 +55,12 @@ def conventional_plan(model: nn.Module, named: Iterable[str] = ()) -> dict[str, 
         libraries' models.
     """
     rules: dict[str, str] = {}
-    if not isinstance(model, PreTrainedModel):
-        return rules
     named = set(named)
-    around, blocks = names_around(named), find_blocks(model)
-    lists = {name.rpartition(".")[0] for name in blocks if not named or name in around}
+    around = names_around(named)
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name, block in blocks.items():
+    for name, block in blocks_to_plan(model, named).items():
         width = getattr(nearest_config(model, name), "hidden_size", None)
-        for inner, holder in block.named_modules() if name.rpartition(".")[0] in lists else ():
+        for inner, holder in block.named_modules():
             prefix = ".".join(part for part in (name, inner) if part)
             if prefix in around or _is_named(prefix, named):
                 continue
@@ -72,7 +69,19 @@ def conventional_plan(model: nn.Module, named: Iterable[str] = ()) -> dict[str, 
                     continue  # another module looks all heads up in it (UDOP)
                 styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
                 rules |= {} if rules.keys() & styles.keys() else styles
-    return {**_ends(model, named), **rules} if rules or named else rules
+    return rules
+
+
+def blocks_to_plan(model: nn.Module, named: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the blocks of a model of transformers that are split: those of the lists that its plan names, if any.
+
+    Reformer's run outside of their forward pass, where nothing surrounds them.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    around = names_around(named)
+    blocks = {name: block for name, block in find_blocks(model).items() if not hasattr(block, "backward_pass")}
+    return {name: block for name, block in blocks.items() if not around or name.rpartition(".")[0] in around}
 
 
 def _is_named(name: str, named: set[str]) -> bool:
@@ -80,33 +89,15 @@ def _is_named(name: str, named: set[str]) -> bool:
     return name in named or not named.isdisjoint(names_around([name]))
 
 
-def _ends(model: nn.Module, named: set[str]) -> dict[str, str]:
-    """Return the rules for the embedding of tokens and for the head, which may be one matrix, that have none."""
-    kinds = ((nn.Embedding, "embedding_rowwise"), (nn.Linear, "colwise_gather_output"))
-    modules = dict(model.named_modules())
-    ends = {
-        name: (modules[name].weight, style)
-        for name, (kind, style) in zip(find_names_of_ends(model), kinds, strict=True)
-        if name is not None and isinstance(modules[name], kind)
-    }
-    known = [weight for name, (weight, _) in ends.items() if name in named]
-    return {name: style for name, (weight, style) in ends.items() if not any(weight is other for other in known)}
-
-
 # ---- a pair ----------------------------------------------------------------------------------------------------------
 
 
 def _found_in(holder: nn.Module, width: int | None) -> Iterator["_Found"]:
-    """Yield the pairs of which ``holder`` has all layers and that write a stream of ``width``: those that can be split
-    first, then those between whose layers all features are needed.
-    """
-    pairs = [found for pair in PAIRS if (found := _Found.of(holder, pair))]
-    pairs = [found for found in pairs if width in (None, out_features(found.row)) and not found.is_kept()]
-    divided = [found for found in pairs if found.style and not found.needs_all()]
-    yield from divided
-    yield from (
-        replace(found, is_gathered=True) for found in pairs if found not in divided and not found.reads_weights()
-    )
+    """Yield the pairs of which ``holder`` has all layers, that write a stream of ``width`` and can be split."""
+    for found in filter(None, (_Found.of(holder, pair) for pair in PAIRS)):
+        writes = width in (None, out_features(found.row))
+        if writes and not found.is_kept() and found.style and not found.needs_all():
+            yield found
 
 
 @dataclass(frozen=True)
@@ -118,14 +109,12 @@ class _Found:
         pair: the names in it.
         columns: the layers that read the stream.
         row: the layer that writes it.
-        is_gathered: what is between has all features.
     """
 
     holder: nn.Module
     pair: Pair
     columns: list[Matrix]
     row: Matrix
-    is_gathered: bool = False
 
     @classmethod
     def of(cls, holder: nn.Module, pair: Pair) -> Self | None:
@@ -174,8 +163,6 @@ class _Found:
 
     def styles(self) -> dict[str, str]:
         """Collect the style of each layer, and of the holder (the empty name) where that adds the stream."""
-        if self.is_gathered:
-            return {**dict.fromkeys(self.pair.columns, "colwise_gather_output"), self.pair.row: "rowwise_split_input"}
         adds = {"": "separate"} if self._adds_the_stream() else {}
         beside = {name: "embedding_of_heads" for name in self.tables_of_heads()}
         beside |= {name: "colwise" for name in self._numbers_of_heads()}
@@ -198,12 +185,6 @@ class _Found:
     def is_kept(self) -> bool:
         """Tell whether the class of the holder, or of what reads the stream, is one that is not split at all."""
         return bool(WHOLE & {*class_names(self.holder), *class_names(self.reader)})
-
-    def reads_weights(self) -> bool:
-        """Tell whether code computes with the matrices of the layers itself: then nothing gathers what they give."""
-        layers = {name.rpartition(".")[2] for name in (*self.pair.columns, self.pair.row)}
-        codes = [code for module in (self.holder, self.reader, self.writer) for code in codes_of_methods(type(module))]
-        return any("weight" in attributes_of(layers, code) for code in codes)
 
     def needs_all(self) -> bool:
         """Tell whether what computes with the features between the layers needs all of them, as far as that is seen."""
@@ -240,11 +221,12 @@ class _Found:
     def _counts_all_heads(self) -> bool:
         """Tell whether attention is handed numbers of heads that it does not count, or returns the width that came in.
 
-        That is ``reshape(batch, seq, embed_dim)`` with a variable; attributes are divided.
+        That is ``reshape(batch, seq, embed_dim)`` with a variable; attributes are divided, and what others may read in
+        the config is not.
         """
         variables = {name for code in codes_of_methods(type(self.reader)) for name in code.co_varnames}
         is_handed = BIASES_OF_HEADS.intersection(arguments_of(self.reader)) and heads_of(counts_of(self.reader)) is None
-        return bool(is_handed or variables & _WIDTHS_OF_INPUT)
+        return bool(is_handed or variables & _WIDTHS_OF_INPUT or count_in_config(self.reader))
 
     def _adds_the_stream(self) -> bool:
         is_block = isinstance(self.holder, GradientCheckpointingLayer)

@@ -17,8 +17,10 @@ from lightning_automodel.modules.structure import class_names, find_blocks, find
 from lightning_automodel.modules.wrappers import without_wrappers
 from lightning_automodel.plans.additions import ADDITIONS, CORRECTIONS, OF_USERS
 from lightning_automodel.plans.conventions import conventional_plan
+from lightning_automodel.plans.ends import plan_of_ends
 from lightning_automodel.plans.known_code import MEASURED, package
 from lightning_automodel.plans.published import published_plan
+from lightning_automodel.plans.single_layers import plan_of_single_layers
 from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.plans.torch_styles import name_of_style
 
@@ -106,6 +108,7 @@ def _select_plan(model: nn.Module, custom: Rules | str | None) -> Plan:
 _OWN, _REGISTERED, _CUSTOM = "of the model's own plan", "registered for its class", "of tp_plan"
 _CONVENTIONAL = "by the names of its layers"
 _COMPLETING = "by the names of layers that its plan leaves out"
+_SINGLE = "for single layers, whose features are gathered"
 
 
 def _sources(model: nn.Module, custom: Rules | str | None) -> dict[str, Rules]:
@@ -136,9 +139,14 @@ def known_rules(model: nn.Module) -> Rules:
 def _known(model: nn.Module) -> dict[str, Rules]:
     own = _own(model)
     named, blocks = _named(own, model), list(find_blocks(model))
-    if any(outermost(blocks, name) for name in named):
-        return {_COMPLETING: _with_wildcards(conventional_plan(model, named), model), **own}
-    return {_CONVENTIONAL: _with_wildcards(conventional_plan(model), model), **own}
+    where = _COMPLETING
+    if not any(outermost(blocks, name) for name in named):
+        where, named = _CONVENTIONAL, []
+    pairs = conventional_plan(model, named)
+    layers = plan_of_single_layers(model, named, {*named, *pairs})
+    ends = plan_of_ends(model, named) if named or pairs or layers else {}
+    found = {_SINGLE: layers, where: {**ends, **pairs}}
+    return {**{source: _with_wildcards(rules, model) for source, rules in found.items()}, **own}
 
 
 def _own(model: nn.Module) -> dict[str, Rules]:

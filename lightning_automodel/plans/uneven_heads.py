@@ -21,8 +21,9 @@ from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.modules.heads import KEY_VALUE_HEADS, computes_heads, counts_of, heads_of
 from lightning_automodel.modules.matrices import Matrix, out_features
-from lightning_automodel.modules.structure import find_blocks, heads_in, kv_heads, nearest_config, outermost
-from lightning_automodel.plans.attention_heads import modules_above, names_in_code
+from lightning_automodel.modules.reachable_code import names_in_code
+from lightning_automodel.modules.structure import config_of, find_blocks, heads_in, kv_heads, nearest_config, outermost
+from lightning_automodel.plans.attention_heads import modules_above
 from lightning_automodel.plans.counts import Count, check_counts, fitting_sizes, listed
 from lightning_automodel.plans.selection import wildcard
 from lightning_automodel.plans.styles import STYLES, Enter, Leave, Style
@@ -131,6 +132,7 @@ def _counts_of_attention(model: nn.Module, name: str) -> Iterator[Count]:
     """Count the heads of queries, and those of keys and values, by what the module ``name`` has, else by its config."""
     module = model.get_submodule(name)
     counts, config = counts_of(module), getattr(module, "config", None) or nearest_config(model, name)
+    config = config_of(module, config)
     heads = heads_of(counts) or _int(config, "num_attention_heads")
     of_layer = heads_in(module, "q_proj")  # of gated attention twice as many, and of single layers others
     yield from (Count("num_attention_heads", n) for n in dict.fromkeys((heads, of_layer)) if n)

@@ -31,9 +31,9 @@ from lightning_automodel._compat.torch.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers.models import recorded_outputs
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss.install import _LOSSES
+from lightning_automodel.modules.reachable_code import names_in_code
 from lightning_automodel.parallel.fsdp2.sharding import needs_no_sharding
 from lightning_automodel.plans import context
-from lightning_automodel.plans.attention_heads import names_in_code
 from lightning_automodel.testing.pool import Pool
 from tests.compat.names import ATTRIBUTES, COMPAT, PACKAGE, PARAMETERS
 from tests.plans.support import build_llama

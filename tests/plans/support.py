@@ -13,13 +13,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
 
 from tests.support.comparison import Schedule
+from tests.support.families import tiny_model
 
 BOUND = 1e-5
 SCHEDULE = Schedule(steps=2, length=12)
@@ -53,9 +52,9 @@ def build_opt() -> nn.Module:
     return with_vectors(OPTForCausalLM(config))
 
 
-def build_mamba() -> nn.Module:
-    """A model without a plan, whose layers have no names that tell one."""
-    return MambaForCausalLM(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=2))
+def build_reformer() -> nn.Module:
+    """A model without a plan, whose blocks run outside of their forward pass."""
+    return tiny_model("reformer")
 
 
 def build_gpt2() -> nn.Module:

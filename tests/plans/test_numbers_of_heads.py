@@ -26,6 +26,10 @@ from transformers import (
     MptForCausalLM,
     Pix2StructTextConfig,
     Pix2StructTextModel,
+    PvtConfig,
+    PvtForImageClassification,
+    SegformerConfig,
+    SegformerForImageClassification,
     SpeechT5Config,
     SpeechT5ForTextToSpeech,
     SwitchTransformersConfig,
@@ -247,7 +251,9 @@ def test_features_of_positions_are_not_numbers_of_heads() -> None:
     with torch.device("meta"):
         rules = known_rules(SpeechT5ForTextToSpeech(config))
     assert rules
-    assert not [rule for rule in rules if "attn" in rule or "attention" in rule]
+    assert {style for rule, style in rules.items() if "attn" in rule or "attention" in rule} == {
+        "colwise_gather_output"
+    }
 
 
 def test_a_table_that_others_read_stays_whole() -> None:
@@ -255,6 +261,21 @@ def test_a_table_that_others_read_stays_whole() -> None:
     rules = known_rules(tiny_model("udop"))
     assert "encoder.block.1.layer.0.SelfAttention.q" in rules
     assert not [rule for rule in rules if rule.startswith(("encoder.block.0.layer.0", "encoder.block.*.layer.0"))]
+
+
+def split_stages() -> list[bool]:
+    """Runs on each rank: whether models whose stages have their own numbers of heads are split."""
+    sizes: dict[str, Any] = {"hidden_sizes": [16] * 4, "num_attention_heads": [2, 2, 2, 4], "depths": [1] * 4}
+    models = [
+        SegformerForImageClassification(SegformerConfig(**sizes)),
+        PvtForImageClassification(PvtConfig(**sizes, image_size=64)),
+    ]
+    mesh = build_mesh(resolve_sizes(2, tp=2), "cpu")
+    return [any(p.shape != p.to_local().shape for p in parallelize(m, mesh).parameters()) for m in models]
+
+
+def test_numbers_of_heads_of_stages(pool2: Pool) -> None:
+    assert pool2.run(split_stages) == [[True, True]] * 2
 
 
 # ---- beside layers that give all heads -------------------------------------------------------------------------------

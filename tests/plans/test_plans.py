@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, MambaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, ReformerModelWithLMHead
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lightning_automodel.config import FSDP2Config
@@ -37,7 +37,7 @@ from lightning_automodel.plans.styles import STYLES
 from lightning_automodel.plans.torch_styles import ReplicatedWithGradAllReduce, name_of_style
 from lightning_automodel.testing.pool import Pool
 from tests.plans import support
-from tests.plans.support import BOUND, OPT_PLAN, SCHEDULE, build_llama, build_mamba, build_opt
+from tests.plans.support import BOUND, OPT_PLAN, SCHEDULE, build_llama, build_opt, build_reformer
 from tests.support.comparison import compare
 from tests.support.families import tiny_model
 
@@ -99,11 +99,11 @@ def test_custom_rules_override_registered_ones_and_those_the_models_own(monkeypa
 def test_corrections_need_a_rule_of_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = {"layers.*.mlp.up_proj": "interleaved_colwise", "layers.*.mlp.other": "colwise"}
     monkeypatch.setitem(CORRECTIONS, "LlamaModel", rules)
-    monkeypatch.setitem(CORRECTIONS, "MambaModel", {"layers.*.mixer.in_proj": "colwise"})
+    monkeypatch.setitem(CORRECTIONS, "ReformerModel", {"encoder.layers.*.attention.output.dense": "rowwise"})
     plan = select_plan(build_llama())
     assert plan.rules["model.layers.*.mlp.up_proj"] == "interleaved_colwise"
     assert "model.layers.*.mlp.other" not in plan.rules
-    assert known_rules(build_mamba()) == {}
+    assert known_rules(build_reformer()) == {}
 
 
 def test_a_custom_plan_replaces_the_models_own_unless_it_extends_it(
@@ -144,16 +144,18 @@ def test_rules_that_match_nothing_are_reported_once(
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-class RemoteForCausalLM(MambaForCausalLM):
+class RemoteForCausalLM(ReformerModelWithLMHead):
     """As transformers imports it from a repository of a model."""
 
     __module__ = "transformers_modules.someone.modeling_remote"
 
 
 def test_a_model_without_a_plan() -> None:
-    with pytest.raises(ValueError, match=r"publishes no tensor-parallel plan.*backbone.layers.\*.mixer.in_proj.weight"):
-        select_plan(build_mamba())
-    remote = build_mamba()
+    with pytest.raises(
+        ValueError, match=r"publishes no tensor-parallel plan.*encoder.layers.\*.attention.output.dense.weight"
+    ):
+        select_plan(build_reformer())
+    remote = build_reformer()
     remote.__class__ = RemoteForCausalLM
     with pytest.raises(ValueError, match=r"RemoteForCausalLM \(remote code\) publishes no .*FSDP2Config\(tp_plan="):
         select_plan(remote)

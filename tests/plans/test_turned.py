@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from transformers import GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from lightning_automodel import FSDP2Config
@@ -16,6 +16,7 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans import derive_layout, select_plan
 from lightning_automodel.plans.selection import known_rules
+from lightning_automodel.plans.styles import Leave
 from lightning_automodel.plans.validation import validate_tp
 from lightning_automodel.testing.pool import Pool, RankFailed
 from tests.plans.support import BOUND, SCHEDULE, build_gpt2
@@ -124,11 +125,12 @@ def test_copies_of_a_module_lend_no_names() -> None:
     assert {any(fnmatch(name, rule) for name in names) for rule in known_rules(plain)} == {True}
 
 
-def test_of_layers_that_fit_no_other_what_has_no_pair_stays_whole() -> None:
+def test_layers_that_fit_no_other_give_all_features() -> None:
     model = crossed()
     layout = derive_layout(model, select_plan(model), 2)
-    whole = {n for n, p in layout.parameters.items() if p.placement == Replicate() and model.get_parameter(n).ndim == 2}
-    assert {n.rpartition("0.")[2] for n in whole if ".h." in n} == {"crossattention.q_attn.weight"}
+    joined = [n for n, m in layout.modules.items() if m.leave is Leave.GATHER]
+    layers = ("c_attn", "c_proj", "q_attn")
+    assert {n.rpartition("0.")[2] for n in joined if ".h." in n} == {f"crossattention.{name}" for name in layers}
 
 
 def test_widths_that_tp_does_not_divide_are_told() -> None:

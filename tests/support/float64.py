@@ -64,8 +64,9 @@ _REINTERPRET = (Tensor.view, torch.frombuffer)
 """Take bytes, those of a file, for numbers of the dtype that they have."""
 
 
-def _grouped_mm(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+def _grouped_mm(input: Tensor, weight: Tensor, *, offs: Tensor, bias: None = None, **_: torch.dtype) -> Tensor:
     """Products of the row groups of ``input`` that end at ``offs`` with one matrix each; torch has it up to float32."""
+    assert bias is None, "torch has none, either"
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
     groups = zip(input.split([*sizes, len(input) - sum(sizes)]), weight, strict=False)
     products = [rows @ matrix for rows, matrix in groups]

@@ -99,8 +99,11 @@ def _makes_nothing_of_zeros(module: nn.Module, experts: StackedExperts, values: 
 
 
 def _random_weights(module: nn.Module, experts: StackedExperts, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw the weights of two experts, and what all experts share (a norm behind each)."""
     shapes = {name: own_parameters(module)[name].shape for name in experts.stacked}  # type: ignore[union-attr]
-    return {name: torch.randn((_EXPERTS, *shape[1:]), generator=generator) * _SMALL for name, shape in shapes.items()}
+    shapes = {name: (_EXPERTS, *shape[1:]) for name, shape in shapes.items()}
+    shapes |= {name: p.shape for name, p in module.named_parameters() if name not in shapes}
+    return {name: torch.randn(shape, generator=generator) * _SMALL for name, shape in shapes.items()}
 
 
 def _computes_rows_apart(module: nn.Module, experts: StackedExperts) -> bool:

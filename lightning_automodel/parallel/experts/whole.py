@@ -45,7 +45,7 @@ def find_whole_experts(model: nn.Module, layout: Layout, tp: int) -> dict[str, S
             continue
         _check(model, experts, whole, tp)
         found[name] = experts
-    check_experts(model, found.values(), "use the model's own plan, which splits each expert")
+    check_experts(model, found.values(), "use a plan that splits each expert, or leaves them whole ('replicate')")
     return found
 
 
@@ -59,12 +59,13 @@ def _check(model: nn.Module, experts: StackedExperts, whole: list[str], tp: int)
     if experts.number % tp:
         raise ValueError(
             f"grouped_gemm gives each rank whole experts, and tp={tp} does not divide the {experts.number} of {name}; "
-            "use the model's own plan, which splits each expert"
+            f"use a tp that divides it, or leave {name} whole, and each of its parameters ('replicate')"
         )
     if is_wrapper(model.get_submodule(experts.name.rpartition(".")[0])):
         raise ValueError(
             f"{name} has adapters on stacked experts, and grouped_gemm gives each rank whole ones: which part of an "
-            "adapter belongs to them is not known; use the model's own plan, which splits each expert"
+            f"adapter belongs to them is not known; split each expert by a plan of your own, or leave {name} whole, "
+            "and each of its parameters ('replicate')"
         )
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from lightning_automodel.distributed.collectives import split
 from lightning_automodel.modules.forward import arguments_of, code_of, named_arguments, wrap_forward
 from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_of
-from lightning_automodel.modules.structure import find_blocks, names_around, outermost, text_config
+from lightning_automodel.modules.structure import configs_of_layers, find_blocks, names_around, outermost, text_config
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
 from lightning_automodel.plans.selection import layers_of
@@ -31,7 +31,8 @@ _MASKS = (_MASK, "mask")
 
 def install_head_masks(model: nn.Module, group: ProcessGroup, layout: Layout) -> None:
     """Cut masks of all heads where they enter ``model``, once per pass, if all of its attention is split by heads."""
-    heads = getattr(text_config(model), "num_attention_heads", None)
+    first, *others = [getattr(c, "num_attention_heads", None) for c in configs_of_layers(text_config(model))]
+    heads = first if all(other == first for other in others) else None  # of stages it is a list
     blocks = find_blocks(model)
     reading = [
         name

@@ -11,7 +11,13 @@ from lightning_automodel._compat.transformers.models import recorded_outputs, re
 from lightning_automodel.distributed.collectives import gather, scale_gradient
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.modules.forward import SharedByCopies, arguments_of, named_arguments
-from lightning_automodel.modules.structure import class_names, names_around, nearest_config, outermost
+from lightning_automodel.modules.structure import (
+    class_names,
+    configs_of_layers,
+    names_around,
+    nearest_config,
+    outermost,
+)
 from lightning_automodel.parallel.tensor.beside import same_container
 from lightning_automodel.parallel.tensor.numbers_of_heads import around_parts
 from lightning_automodel.parallel.tensor.origins import comes_of, let_pass
@@ -74,8 +80,10 @@ def _returning_attentions(model: nn.Module, layout: Layout) -> Iterator[tuple[nn
     recorded = {name for name, *_ in recorded_outputs(model, ATTENTIONS)}
     innermost = asked - recorded - names_around([*asked, *recorded])
     for name in sorted({outermost(layout.boundaries, name) or name for name in innermost} & asked):
-        config = nearest_config(model, name)
-        yield model.get_submodule(name), {getattr(config, key, 0) for key in _HEADS_IN_CONFIGS}
+        configs = configs_of_layers(nearest_config(model, name))
+        numbers = [getattr(config, key, 0) for config in configs for key in _HEADS_IN_CONFIGS]
+        stages = [number if isinstance(number, list | tuple) else [number] for number in numbers]
+        yield model.get_submodule(name), {number for stage in stages for number in stage}
 
 
 class _Returned(SharedByCopies):
