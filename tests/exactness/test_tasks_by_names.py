@@ -49,9 +49,9 @@ def build(task: str, kind: str) -> nn.Module:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs or {})):
         if isinstance(part, PreTrainedConfig):
             _shrink(part)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in _from(task, config).parameters())
-    if size > MOST_PARAMETERS:
+    if _size(task, config) > MOST_PARAMETERS:
+        _shrink_stages(config)
+    if (size := _size(task, config)) > MOST_PARAMETERS:
         raise RuntimeError(f"{kind}: {size} parameters")
     torch.manual_seed(0)
     model = _from(task, config)
@@ -64,6 +64,20 @@ def build(task: str, kind: str) -> nn.Module:
 
 def _from(task: str, config: PreTrainedConfig) -> nn.Module:
     return TASKS[task].from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[attr-defined]
+
+
+def _size(task: str, config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in _from(task, config).parameters())
+
+
+def _shrink_stages(config: Any) -> None:
+    """Leave one block to each stage, and few features."""
+    for name, values in list(vars(config).items()):
+        if name in ("depths", "hidden_sizes") and isinstance(values, list | tuple):
+            setattr(config, name, [1 if name == "depths" else 16 << stage for stage in range(len(values))])
+    if isinstance(getattr(config, "embed_dim", None), int):
+        config.embed_dim = 16
 
 
 def _shrink(config: Any) -> None:
