@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
     MixtralConfig,
 )
 
@@ -243,8 +242,8 @@ def test_a_checkpoint_that_contradicts_its_ties_is_refused(pool2: Pool) -> None:
 
 
 def no_plan() -> None:
-    config = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=2)
-    parallelize(AutoModelForCausalLM.from_config(config), build_mesh(resolve_sizes(2, tp=2), "cpu"))
+    model = AutoModelForCausalLM.from_config(tiny_config("reformer"))
+    parallelize(model, build_mesh(resolve_sizes(2, tp=2), "cpu"))
 
 
 def odd_experts() -> None:
@@ -255,7 +254,7 @@ def odd_experts() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (no_plan, "MambaForCausalLM publishes no tensor-parallel plan"),
+        (no_plan, "ReformerModelWithLMHead publishes no tensor-parallel plan"),
         (odd_experts, "width of each of the 2 matrices in .*gate_up_proj=65: .*use one of 1"),
     ],
 )
