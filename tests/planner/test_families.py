@@ -74,6 +74,14 @@ def test_few_families(family: str) -> None:
     check(family)
 
 
+def test_attention_on_rows_gives_what_its_caller_may_view() -> None:
+    """Heads that travelled lie one after another; the functions of transformers lay them beside each other."""
+    config = FSDP2Config(cp_exchange="all_to_all")
+    run = Run(sizes=resolve_sizes(4, cp=2), config=config, sequence_length=24, micro_batch=2)
+    with stage(run) as mesh:
+        assert play(build(tiny_config("afmoe")), run, mesh).flops["backward"] > 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", [family for family in causal_families() if family not in STOPS])
 def test_every_family_with_a_plan(family: str) -> None:

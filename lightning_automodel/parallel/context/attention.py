@@ -105,7 +105,8 @@ def _attend(
         kwargs=kwargs,
         again=None if stream.is_checkpointed or stream.block is None else recomputation_context(stream.block),
     )
-    return (attend_by_heads if by_heads else attend_to_gathered)(call, query, key, value), None
+    output = (attend_by_heads if by_heads else attend_to_gathered)(call, query, key, value)
+    return output.contiguous(), None  # as transformers' functions give it: callers may view it
 
 
 def _check(
