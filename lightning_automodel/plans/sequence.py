@@ -12,7 +12,10 @@ from lightning_automodel.plans.additions import WHOLE_BETWEEN_BLOCKS
 from lightning_automodel.plans.styles import Leave, Style
 from lightning_automodel.plans.tokenwise import keeps_tokens_apart, loops_keep_tokens_apart
 
-STREAM_ARGUMENTS = ("hidden_states", "per_layer_input", "block_states", "partial_block_states")
+STREAM_ARGUMENTS = (
+    *("hidden_states", "per_layer_input", "block_states", "partial_block_states"),
+    "prev_router_hidden_states",  # of Zaya: what a router gives to the next one
+)
 """Arguments of a block, and of its children, that hold one row per token: the stream first."""
 
 

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "xlstm": (partial(tiny_model, "xlstm"), {}),
     "hybrid": (partial(tiny_model, "bamba", num_hidden_layers=4), {"sequence_parallel": True}),
     "compiled": (partial(tiny_model, "lfm3"), {"enable_compile": True, "compile_backend": "aot_eager"}),
-    "experts without a plan": (partial(tiny_model, "zaya"), {}),
+    "experts without a plan": (partial(tiny_model, "zaya"), {"sequence_parallel": True}),
     "experts of its own": (partial(tiny_model, "jetmoe"), {}),
     "vectors for each layer": (partial(tiny_model, "gemma3n_text", **PER_LAYER), {"sequence_parallel": True}),
     "the same of gemma 4": (partial(tiny_model, "gemma4_text", **PER_LAYER), {}),
