@@ -58,9 +58,14 @@ def find_independent_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: block
         for name, block in blocks.items()
-        if name not in sharing and name not in skippable and not hasattr(block, "backward_pass")
+        if name not in sharing and name not in skippable and not runs_outside_of_forward(block)
         if name.rpartition(".")[0] not in chosen
     }
+
+
+def runs_outside_of_forward(block: nn.Module) -> bool:
+    """Tell whether a block is reversible (Reformer): its model computes it again in a backward pass of its own."""
+    return hasattr(block, "backward_pass")
 
 
 def _is_chosen(model: nn.Module, list_name: str) -> bool:

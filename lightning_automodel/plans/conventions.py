@@ -29,6 +29,7 @@ from lightning_automodel.modules.structure import (
     heads_in,
     names_around,
     nearest_config,
+    runs_outside_of_forward,
 )
 from lightning_automodel.plans.additions import WHOLE
 from lightning_automodel.plans.pairs import LATENT, PAIRS, Pair
@@ -80,7 +81,7 @@ def blocks_to_plan(model: nn.Module, named: Iterable[str]) -> dict[str, nn.Modul
     if not isinstance(model, PreTrainedModel):
         return {}
     around = names_around(named)
-    blocks = {name: block for name, block in find_blocks(model).items() if not hasattr(block, "backward_pass")}
+    blocks = {name: block for name, block in find_blocks(model).items() if not runs_outside_of_forward(block)}
     return {name: block for name, block in blocks.items() if not around or name.rpartition(".")[0] in around}
 
 

@@ -131,7 +131,8 @@ def _in_force(matching: Rules, sources: Mapping[str, Rules], replaces: bool) -> 
 
 def known_rules(model: nn.Module) -> Rules:
     """Collects what the model publishes, what is registered for its class, and for what these leave out of its blocks
-    and at its ends what the names of layers tell; empty if the user must bring a plan. Some plans name the head alone.
+    and at its ends what the names and sizes of layers tell; empty if the user must bring a plan. Some plans name the
+    head alone.
     """
     return {rule: style for rules in _known(model).values() for rule, style in rules.items()}
 

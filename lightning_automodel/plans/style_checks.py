@@ -98,23 +98,23 @@ def check_ends(modules: Modules, module_styles: Styles, parameter_styles: Styles
     ended = {name for name in begin if any(name.startswith(f"{n}.") for n, s in others.items() if s.leave in _SUMS)}
     sums = [n for n, s in others.items() if s.enter is not Enter.COPY_ALL and (s.closes or s.leave in _SUMS)]
     ended |= {found for name in sums for found in _nearest(name, begin)} | _beside(begin, sums)
-    for name in begin:
-        if name not in ended:
-            problem = (
-                "no module around it or beside it has one that sums over the ranks (rowwise), so what reads it would "
-                "see a rank's share of its features; use colwise_gather_output, or plan the module that reads it, too"
-            )
-            raise ValueError(_message(name, modules[name], module_styles[name], problem))
     rows = [n for n in sums if others[n].closes and others[n].enter is Enter.NONE and isinstance(modules[n], Matrix)]
     opening = [name for name, style in parameter_styles.items() if style.opens and style.leave is Leave.NONE]
     fed = {found for name in opening for found in _nearest(name, rows)} | _beside(rows, opening)
-    for name in rows:
-        if name not in fed:
-            problem = (
-                "no layer beside it gives a rank its features alone (colwise), so it would be handed all of them; use "
-                "rowwise_split_input, or plan the layers before it, too"
-            )
-            raise ValueError(_message(name, modules[name], module_styles[name], problem))
+    for names, matched, problem in ((begin, ended, _NO_SUM), (rows, fed, _NO_PART)):
+        for name in names:
+            if name not in matched:
+                raise ValueError(_message(name, modules[name], module_styles[name], problem))
+
+
+_NO_SUM = (
+    "no module around it or beside it has one that sums over the ranks (rowwise), so what reads it would see a rank's "
+    "share of its features; use colwise_gather_output, or plan the module that reads it, too"
+)
+_NO_PART = (
+    "no layer beside it gives a rank its features alone (colwise), so it would be handed all of them; use "
+    "rowwise_split_input, or plan the layers before it, too"
+)
 
 
 def check_places(model: nn.Module, parts: Sequence[str], why: str, but: Sequence[str] = ()) -> None:

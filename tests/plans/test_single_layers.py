@@ -161,12 +161,29 @@ def watched() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build", [reading, parametrized, shared, added, watched], ids=lambda build: build.__name__)
-def test_what_may_compute_otherwise_stays_whole(build: Any) -> None:
-    model = build()
-    kept = [name for name in known_rules(model) if "0.mamba.in_proj" in name or "layernorm" in name]
-    assert not kept
-    derive_layout(model, select_plan(model), 2)
+@pytest.mark.parametrize(
+    ("build", "layers"),
+    [
+        (reading, {"layers.0.mamba.in_proj"}),
+        (parametrized, {"layers.0.mamba.in_proj"}),
+        (shared, {"layers.0.mamba.in_proj", "layers.1.mamba.in_proj"}),
+        (watched, {"layers.0.mamba.in_proj", "layers.1.mamba.in_proj"}),
+        (added, {"layers.0.post_attention_layernorm.1.down", "layers.1.post_attention_layernorm.1.down"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_may_compute_otherwise_stays_whole(build: Any, layers: set[str]) -> None:
+    layout = derive_layout(model := build(), select_plan(model), 2)
+    for layer in layers:
+        placements = {p.placement for name, p in layout.parameters.items() if f"model.{layer}." in name}
+        assert placements == {Replicate()}, layer
+
+
+def test_the_same_layers_of_plain_models_are_split() -> None:
+    """Those of the test above, without what may compute otherwise."""
+    layout = derive_layout(model := tiny_model("bamba", num_hidden_layers=4), select_plan(model), 2)
+    split = [f"model.layers.{layer}.mamba.in_proj.weight" for layer in (0, 1)]
+    assert {layout.parameters[name].placement for name in split} == {Shard(0)}
 
 
 def test_layers_of_few_numbers_stay_whole() -> None:
