@@ -3,6 +3,7 @@
 Tiny models do not show all: numbers of heads of single layers, large tables, experts of odd widths.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from lightning_automodel.plans import derive_layout, select_plan, validate_tp
 from lightning_automodel.plans.selection import has_rules
 
 REFUSED = {
-    "deepseek_v2": "does not fit .* gate_up_proj=1407",  # the published models have 1408
+    "deepseek_v2": "does not fit .*gate_up_proj=1407",  # the published models have 1408
     "ibert": "publishes no tensor-parallel plan",  # layers of integers
-    "reformer": "publishes no tensor-parallel plan",  # blocks run outside of their forward pass
     "squeezebert": "publishes no tensor-parallel plan",  # convolutions
 }
 """Kinds that are an error, and why."""
@@ -51,6 +51,7 @@ def _cut_layers(config: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_all_kinds_are_split() -> None:
     found: dict[str, str] = {}
     kinds = 0
@@ -65,8 +66,6 @@ def test_all_kinds_are_split() -> None:
             except Exception as error:  # whatever it is
                 found[kind] = f"{type(error).__name__}: {error}"
     print(f"{kinds} kinds")
-    assert kinds > 300
+    assert kinds > 500
     assert found.keys() == REFUSED.keys(), {kind: found[kind] for kind in found.keys() - REFUSED.keys()}
-    for kind, why in REFUSED.items():
-        with pytest.raises(ValueError, match=why):
-            raise ValueError(found[kind])
+    assert [kind for kind, why in REFUSED.items() if not re.search(why, found[kind])] == []
