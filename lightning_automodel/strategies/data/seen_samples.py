@@ -10,6 +10,7 @@ workers. From that follow the samples of all data ranks together, and what is le
 training loader                                       goes on
 ====================================================  ==============================================================
 map-style, with the sampler that the trainer put in   behind the samples, which are not read again
+batches of the user's, dealt by the trainer            behind the batches, if they are those of the checkpoint
 iterable, divided by the trainer, up to one worker    behind the samples, which are read and dropped
 iterable, more workers; an order or a division of     behind as many batches, if batch size, data ranks and workers
 the user's own that is the same in every run          are those of the checkpoint; else about there, with a warning
@@ -49,7 +50,7 @@ from lightning_automodel.strategies.data.positions import (
     warn_of_other_ranks,
 )
 from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
-from lightning_automodel.strategies.data.shared_order import SharedOrder
+from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 SEEN = "samples_seen"
@@ -60,11 +61,12 @@ class Batches:
     """How a loader cuts an epoch into batches.
 
     Attributes:
-        size: samples per batch and data rank; ``None`` if a batch sampler of the user's decides.
+        size: samples per batch and data rank; ``None`` if a batch sampler of the user's decides, and does not say.
         data_ranks: number of them.
         workers: processes that read.
         length: batches of an epoch; ``None`` if unknown.
         is_cycled: the epoch goes on when this loader ends, which then begins anew.
+        is_dealt: data ranks take whole batches of one order, in turn, and not samples.
     """
 
     size: int | None
@@ -72,22 +74,30 @@ class Batches:
     workers: int
     length: int | None
     is_cycled: bool
+    is_dealt: bool = False
 
     @classmethod
     def of(cls, loader: DataLoader, data_ranks: int, is_cycled: bool) -> "Batches":
         """Describes ``loader``."""
         size: int | None = loader.batch_size or 1
-        if loader.batch_sampler is not None:
+        if (order := _order_of_batches(loader)) is not None:
+            size = getattr(order, "batch_size", None)
+        elif loader.batch_sampler is not None:
             size = loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
-        elif (batches := _order_of_batches(loader)) is not None:
-            size = batches.batch_size
-        return cls(size, data_ranks, loader.num_workers, sized_len(loader), is_cycled)
+        return cls(size, data_ranks, loader.num_workers, sized_len(loader), is_cycled, order is not None)
 
-    def samples(self, through: int) -> int | None:
-        """Count the samples of all data ranks after ``through`` batches, in the loader's present pass."""
+    def items(self, through: int) -> int | None:
+        """Count the samples, or batches that are dealt, of all data ranks after ``through`` batches, in the loader's
+        present pass.
+        """
         if self.length:
             through = through % self.length if self.is_cycled else min(through, self.length)
-        return None if self.size is None else through * self.size * self.data_ranks
+        size = 1 if self.is_dealt else self.size
+        return None if size is None else through * size * self.data_ranks
+
+    def divides_as(self, other: "Batches") -> bool:
+        """Tells whether an item of one is an item of the other."""
+        return self.is_dealt == other.is_dealt and (not self.is_dealt or self.size == other.size)
 
     def equals(self, other: "Batches") -> bool:
         """Tells whether the same samples come in the same batches."""
@@ -101,7 +111,7 @@ class _Rest:
     Attributes:
         loader: of what is left.
         batches: of whole epochs.
-        seen: samples that are through, if known.
+        seen: items that are through, if known.
         through: batches that are, of the sizes of this run.
     """
 
@@ -118,7 +128,7 @@ class SeenSamples:
         self._saved: Mapping[str, Any] = {}
         self._positions = 0  # data ranks whose loaders have told their states
         self._is_of_one = False  # Lightning keeps those of rank 0
-        self._surplus: dict[int, list[int]] = {}  # by epoch and loader: samples that whole batches do not account for
+        self._surplus: dict[int, list[int]] = {}  # by epoch and loader: items that whole batches do not account for
 
     def describe(self, trainer: "pl.Trainer", combined: CombinedLoader | None, data_size: int) -> dict[str, Any]:
         """Describe the loaders for a checkpoint, which keeps the number of batches by itself."""
@@ -165,7 +175,7 @@ class SeenSamples:
             if old is not None and new is not None:
                 surplus = self._saved["surplus"][i]
                 rest = _find_rest(loader, old, new, position.batches, surplus, rank, uses_distributed_sampler(trainer))
-                rests.update({i: _counted(*rest, new, position.batches, limits[i])} if rest is not None else {})
+                rests.update({i: _counted(*rest, new, limits[i])} if rest is not None else {})
                 if rest is not None and counts_batches(loader):
                     _count_anew(loader, rest[0])
         longest = max(rests, key=lambda i: limits[i], default=None)
@@ -212,59 +222,77 @@ def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:
 
 def _find_rest(
     loader: DataLoader, old: Batches, new: Batches, through: int, surplus: int, rank: int, is_divided: bool
-) -> tuple[Any, int | None] | None:
-    """Returns a loader of what is left, and how many samples are through; ``None`` for orders that are not the same
-    again.
+) -> tuple[Any, int | None, int] | None:
+    """Returns a loader of what is left, how many items are through, and about how many batches; ``None`` for orders
+    that are not the same again.
     """
-    seen = old.samples(through)
+    seen = old.items(through)
     if seen is not None:
-        seen += surplus
+        seen = _as_items_of(new, old, seen + surplus)
+    if seen is not None:
         if has_iterable_dataset(loader):
             if is_divided and not divides_itself(loader.dataset) and max(old.workers, new.workers) < 2:
-                return share_of_loader(loader, rank, new.data_ranks, drop_last=True, seen=seen), seen
-        elif new.size is not None and (sampler := _share(loader, new.data_ranks)) is not None:
-            return _reordered(loader, RestOfOrder(sampler, seen)), seen
+                return share_of_loader(loader, rank, new.data_ranks, drop_last=True, seen=seen), seen, through
+        elif new.items(1) is not None and (sampler := _share(loader, old, new)) is not None:
+            return _reordered(loader, RestOfOrder(sampler, seen)), seen, through
     if not has_iterable_dataset(loader) and not isinstance(loader.sampler, DistributedSampler | SequentialSampler):
         return None
-    return _behind_batches(loader, _batches_behind(old, new, through, seen)), seen
+    count = _batches_behind(old, new, through, seen)
+    return _behind_batches(loader, count), seen, count
 
 
-def _order_of_batches(loader: DataLoader) -> BatchSampler | None:
-    """Return what the user has put in the place of a sampler, if it gives indices by the batch (``batch_size=None``):
+def _as_items_of(new: Batches, old: Batches, seen: int) -> int | None:
+    """Count ``seen`` items of ``old`` in those of ``new``; ``None`` if unknown."""
+    if new.divides_as(old):
+        return seen
+    if (old.is_dealt and old.size is None) or (new.is_dealt and new.size is None):
+        return None
+    samples = seen * old.size if old.is_dealt and old.size is not None else seen
+    return samples // new.size if new.is_dealt and new.size is not None else samples
+
+
+def _order_of_batches(loader: DataLoader) -> Any:
+    """Return what the user has put in the place of a sampler or a batch sampler, if it gives indices by the batch, and
     what is divided over the ranks are batches then.
     """
+    if isinstance(loader.batch_sampler, DealtBatches):
+        return loader.batch_sampler.of_user
     sampler = loader.sampler
     order = sampler.of_user if isinstance(sampler, SharedOrder) else sampler
     return order if isinstance(order, BatchSampler) else None
 
 
-def _share(loader: DataLoader, replicas: int) -> DistributedSampler | None:
-    """Returns the sampler of ``loader`` if it is the trainer's, and divides samples."""
-    sampler = loader.sampler
-    if type(sampler) not in (DistributedSampler, SharedOrder) or _order_of_batches(loader) is not None:
+def _share(loader: DataLoader, old: Batches, new: Batches) -> DistributedSampler | None:
+    """Returns the sampler of ``loader`` if it is the trainer's, and divides what it did before."""
+    sampler = loader.batch_sampler if isinstance(loader.batch_sampler, DealtBatches) else loader.sampler
+    if type(sampler) not in (DistributedSampler, SharedOrder, DealtBatches) or not new.divides_as(old):
         return None
     assert isinstance(sampler, DistributedSampler)
-    return sampler if sampler.drop_last and sampler.num_replicas == replicas else None
+    return sampler if sampler.drop_last and sampler.num_replicas == new.data_ranks else None
 
 
 def _reordered(loader: DataLoader, sampler: Any) -> DataLoader:
     result = copy.copy(loader)
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
+    if isinstance(batches, DealtBatches):
+        vars(result).update(batch_sampler=sampler, _iterator=None)
+        return result
     if batches is not None:
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     vars(result).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return result
 
 
 def _batches_behind(old: Batches, new: Batches, through: int, seen: int | None) -> int:
-    of_one = new.samples(1)
+    of_one = new.items(1)
     if not new.equals(old):
         warn_once(
             f"the training data of the checkpoint were read as {_shown(old)}, and now as {_shown(new)}: their order is "
             "another one, so some samples of this epoch may be seen twice and others not. Resume with the same sizes, "
             "or from the end of an epoch, or use a loader with state_dict and load_state_dict, to continue exactly"
         )
-        through = through if seen is None or of_one is None else seen // of_one
+        about = through * old.data_ranks // new.data_ranks
+        through = about if seen is None or of_one is None else seen // of_one
     return through % new.length if new.length and new.is_cycled else through
 
 
@@ -282,9 +310,9 @@ def _behind_batches(loader: DataLoader, count: int) -> Any:
     return result
 
 
-def _counted(loader: Any, seen: int | None, batches: Batches, through: int, limit: float) -> _Rest:
+def _counted(loader: Any, seen: int | None, through: int, batches: Batches, limit: float) -> _Rest:
     """Count the batches as if the epoch had as many left as ``loader`` has, or as the limit leaves."""
-    left, of_one = sized_len(loader), batches.samples(1)
+    left, of_one = sized_len(loader), batches.items(1)
     if batches.length is not None and left is not None and limit >= batches.length:
         through = (
             through - through % batches.length + batches.length - left if batches.is_cycled else batches.length - left
@@ -295,5 +323,5 @@ def _counted(loader: Any, seen: int | None, batches: Batches, through: int, limi
 
 
 def _surplus(rest: _Rest | None, through: int) -> int:
-    counted = None if rest is None else rest.batches.samples(through)
+    counted = None if rest is None else rest.batches.items(through)
     return 0 if rest is None or rest.seen is None or counted is None else rest.seen - counted

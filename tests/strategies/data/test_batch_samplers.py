@@ -190,3 +190,20 @@ def test_a_run_goes_on_behind_the_batches_seen(pool2: Pool, tmp_path: Path) -> N
         assert len(whole) == 6
         assert again == whole[-len(again) :]
         assert len(again) == 2
+
+
+def part(layout: dict[str, int], save: Path, count: int | None, resume: Path | None) -> list[list[int]]:
+    """Runs on each rank: batches of an epoch, saved when ``count`` steps of all runs so far are through."""
+    module = Batched("by length", 2)
+    callbacks: Any = [] if count is None else [SaveAfter(save, count)]
+    trainer(2, layout, callbacks=callbacks, limit_val_batches=0).fit(module, ckpt_path=resume)
+    return module.batches["train"]
+
+
+def test_another_layout_goes_on_behind_the_batches_seen(pool2: Pool, tmp_path: Path) -> None:
+    """A step of two batches on two data ranks, one of the third on one, and the rest on two."""
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    whole = in_turn(pool2.run(part, {"dp_shard": 2}, first, 1, None, trainer=True))
+    for seen in pool2.run(part, {"tp": 2}, second, 2, first, trainer=True):
+        assert seen == whole[2:]
+    assert in_turn(pool2.run(part, {"dp_shard": 2}, first, None, second, trainer=True)) == whole[3:5]
