@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 _SELECTED_PATH = "selected_path_of_lightning_automodel"
 _IS_LAST = "is_last_of_lightning_automodel"
@@ -227,6 +227,24 @@ def remembers_arguments(batch_sampler: object) -> bool:
     return hasattr(batch_sampler, "__pl_saved_args")
 
 
+def sampler_of(loader: DataLoader) -> Any:
+    """Return what says the order, which is not the loader's sampler where the user gave a batch sampler."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def give_batch_size(loader: DataLoader, batches: BatchSampler) -> None:
+    """Let a loader that Lightning makes anew have batches as ``batches``, of which it keeps the sampler alone.
+
+    It makes one from attributes, where a batch sampler leaves no size, or, for a loader that a hook has made, from what
+    that was made of, among which there is none: batches of one row then (its own strategies train on them).
+    """
+    size = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    vars(loader).update(size)
+    given = vars(loader).get("__pl_saved_kwargs", {})
+    if "batch_sampler" in given:
+        given.update(size)
+
+
 def replace_sampler_choice(
     trainer: Trainer,
     choose: Callable[[DataLoader, bool, RunningStage | None], Iterable],
@@ -240,15 +258,18 @@ def replace_sampler_choice(
     is.
     """
     connector = trainer._data_connector
-    prepare = connector._prepare_dataloader
+    prepare, requires = connector._prepare_dataloader, connector._requires_distributed_sampler
+
+    def requires_sampler(loader: DataLoader) -> bool:
+        return requires(loader) and not isinstance(sampler_of(loader), DistributedSampler)
 
     def resolve(loader: DataLoader, shuffle: bool, mode: RunningStage | None = None) -> Iterable:
-        return choose(loader, shuffle, mode) if connector._requires_distributed_sampler(loader) else loader.sampler
+        return choose(loader, shuffle, mode) if requires_sampler(loader) else sampler_of(loader)
 
     def prepared(loader: object, shuffle: bool, mode: RunningStage) -> object:
         if (
             not isinstance(loader, DataLoader)
-            or not connector._requires_distributed_sampler(loader)
+            or not requires_sampler(loader)
             or (batches := deal(loader, mode)) is None
         ):
             return prepare(loader, shuffle, mode)
@@ -258,5 +279,6 @@ def replace_sampler_choice(
         vars(result).update(batch_sampler=batches, _iterator=None)
         return result
 
+    connector._requires_distributed_sampler = requires_sampler  # type: ignore[method-assign,assignment]
     connector._resolve_sampler = resolve  # type: ignore[method-assign,assignment]
     connector._prepare_dataloader = prepared  # type: ignore[method-assign,assignment]

@@ -35,7 +35,14 @@ from torch.utils.data import (
 )
 
 from lightning_automodel._compat.lightning.modules import add_worker_init_fn
-from lightning_automodel._compat.lightning.trainer import overfits, replace_sampler_choice, uses_distributed_sampler
+from lightning_automodel._compat.lightning.trainer import (
+    give_batch_size,
+    overfits,
+    replace_sampler_choice,
+    sampler_of,
+    uses_distributed_sampler,
+)
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder, deal_batches, share
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
@@ -76,10 +83,9 @@ def install_samplers(trainer: "pl.Trainer", sampler_kwargs: dict[str, Any]) -> N
 
     def choose(dataloader: DataLoader, shuffle: bool, mode: RunningStage | None) -> DistributedSampler:
         if dataloader.batch_size is None and type(batches := dataloader.batch_sampler) is BatchSampler:
-            # Lightning makes a loader anew from its attributes, where a batch sampler of the user's leaves none.
-            vars(dataloader).update(batch_size=batches.batch_size, drop_last=batches.drop_last)
+            give_batch_size(dataloader, batches)
         # Trainer shuffles all training data that it shards; one device would see it in the order that the user gave.
-        in_order = isinstance(_sampler_of(dataloader), SequentialSampler) or overfits(trainer)
+        in_order = isinstance(sampler_of(dataloader), SequentialSampler) or overfits(trainer)
         return share_of_sampler(
             dataloader,
             shuffle=shuffle and not in_order,
@@ -109,17 +115,12 @@ def share_of_sampler(
     """
     source: Any
     sampler_class: type[DistributedSampler]
-    given = _sampler_of(dataloader)
+    given = sampler_of(dataloader)
     if _is_of_loader(given, dataloader):
         source, sampler_class = dataloader.dataset, DistributedSampler
     else:
         source, sampler_class, shuffle = given, SharedOrder, False
     return share(sampler_class, source, equal=equal, num_replicas=num_replicas, rank=rank, shuffle=shuffle)
-
-
-def _sampler_of(dataloader: DataLoader) -> Any:
-    """Return what says the order, which is not the loader's sampler where the user gave a batch sampler."""
-    return getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
 
 
 def _is_of_loader(sampler: Any, dataloader: DataLoader) -> bool:
@@ -132,7 +133,7 @@ def _is_of_loader(sampler: Any, dataloader: DataLoader) -> bool:
 def process_dataloader(
     loader: object, trainer: "pl.Trainer", rank: int, size: int, group: ProcessGroup | None
 ) -> object:
-    """Checks and completes a loader, after samplers are in place. Collective over ``group`` in evaluation.
+    """Checks and completes a loader, after samplers are in place. Collective over ``group``.
 
     Args:
         loader: what the user passed or returned.
@@ -147,6 +148,8 @@ def process_dataloader(
     is_divided = uses_distributed_sampler(trainer) and is_stream
     # Before Lightning does, by the global rank: a TP group must augment alike, and who reads one stream draw its order.
     add_worker_init_fn(loader, 0 if is_divided else rank)
+    if isinstance(sampler := sampler_of(loader), DistributedSampler) and group is not None:
+        _warn_of_own_division(sampler, trainer, group)
     is_pipe = isinstance(loader.dataset, IterDataPipe)  # which a loader divides among all processes, those of tp, too
     if is_divided and (size > 1 or is_pipe):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
@@ -173,6 +176,26 @@ def check_training_lengths(batches: int | float, device: torch.device) -> None:
         raise ValueError(
             f"the ranks have different numbers of training batches ({shown}), but every rank takes part in every step; "
             f"give all data ranks equally many, or use Trainer(limit_train_batches={usable})"
+        )
+
+
+def _warn_of_own_division(sampler: DistributedSampler, trainer: "pl.Trainer", group: ProcessGroup) -> None:
+    """Warn of a sampler of the user's that divides the samples otherwise than the trainer would. Collective."""
+    size = group.size()
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, (sampler.num_replicas, sampler.rank), group=group)
+    repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+    if sorted(parts) != [(size, rank) for rank in range(size)]:
+        shown = "; ".join(f"num_replicas={replicas}, rank={rank}" for replicas, rank in parts)
+        warn_once(
+            f"the {type(sampler).__name__} of a loader does not divide its samples among {size} data ranks ({shown}), "
+            "so samples are seen twice or by none of them, unless the dataset is a part already. Leave it out, and the "
+            "trainer divides them; or give it num_replicas=strategy.data_size and rank=strategy.data_rank"
+        )
+    elif repeated > 0 and not trainer.training:
+        warn_once(
+            f"the {type(sampler).__name__} of a loader repeats {repeated} of its samples, for all data ranks to have "
+            "equally many, and they count twice in what is evaluated. Leave it out, and every sample counts once"
         )
 
 

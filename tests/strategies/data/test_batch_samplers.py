@@ -1,5 +1,6 @@
 """Batch samplers of users: batches of those that are made of something else than a sampler are dealt to data ranks."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import TinyModule, rows, trainer
@@ -207,3 +208,51 @@ def test_another_layout_goes_on_behind_the_batches_seen(pool2: Pool, tmp_path: P
     for seen in pool2.run(part, {"tp": 2}, second, 2, first, trainer=True):
         assert seen == whole[2:]
     assert in_turn(pool2.run(part, {"dp_shard": 2}, first, None, second, trainer=True)) == whole[3:5]
+
+
+class Divided(Batched):
+    """Its loaders are divided by the user, in batches of two, or in plain batches of a batch sampler of torch's."""
+
+    def make_loader(self) -> DataLoader:
+        strategy: Any = self.trainer.strategy
+        settings = {
+            "by data rank": {"num_replicas": strategy.data_size, "rank": strategy.data_rank},
+            "into four": {"num_replicas": 4, "rank": strategy.data_rank},
+            "not": {},
+        }[self.kind]
+        dataset: Any = TensorDataset(rows(9))
+        order = DistributedSampler(dataset, **settings, shuffle=False) if settings else SequentialSampler(dataset)
+        return DataLoader(dataset, batch_sampler=BatchSampler(order, 2, drop_last=False))
+
+
+def run_divided(kind: str) -> tuple[dict[str, list[list[int]]], list[str]]:
+    """Runs on each rank: the batches of an epoch, a validation and a prediction, and what is said of samplers."""
+    module = Divided(kind, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(2, {"dp_shard": 2}, limit_val_batches=0)
+        run.fit(module)
+        run.limit_val_batches = 1.0
+        run.validate(module, verbose=False)
+        run.predict(module)
+    said = [text for each in caught if "DistributedSampler of a loader" in (text := str(each.message))]
+    return module.batches, said
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "said"),
+    [
+        ("not", [[0, 2], [4, 6]], []),
+        ("by data rank", [[0, 2], [4, 6], [8]], ["repeats 1 of its samples"]),
+        ("into four", [[0, 4], [8]], ["among 2 data ranks (num_replicas=4, rank=0; num_replicas=4, rank=1)"]),
+    ],
+)
+def test_what_a_user_divides_is_not_divided_again(
+    kind: str, expected: list[list[int]], said: list[str], pool2: Pool
+) -> None:
+    """In a hook, where Lightning's own strategies make batches of one row of it."""
+    [(first, told), (_, second)] = pool2.run(run_divided, kind, trainer=True)
+    assert first["train"] == expected
+    assert first["validate"] == first["predict"] == (expected if said else [*expected, [8]])
+    assert [part in text for part, text in zip(said, told, strict=True)] == [True] * len(said)
+    assert second == []
