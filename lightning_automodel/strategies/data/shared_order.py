@@ -16,6 +16,31 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_automodel._compat.lightning.trainer import remembers_arguments
+from lightning_automodel.strategies.data.streams import FirstSamples
+
+
+class FirstOfOrder(FirstSamples):
+    """What a sampler, or a batch sampler, gives first in its present pass."""
+
+    differs = (
+        "read different orders (sample {number} of {stage}), but each takes its share of one order, so samples would "
+        "come twice and others never. If the sampler shuffles, give it the same seed on all ranks. If it takes a part "
+        "of its own on each rank, by strategy.data_rank of strategy.data_size, say so for all loaders: "
+        "Trainer(use_distributed_sampler=False)"
+    )
+
+
+class _Noted:
+    """Gives what ``source`` does, and notes the first of it."""
+
+    def __init__(self, source: Any, first_samples: FirstSamples) -> None:
+        self.source, self.first_samples = source, first_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.first_samples.noted(iter(self.source))
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 class SharedOrder(DistributedSamplerWrapper):
@@ -26,7 +51,9 @@ class SharedOrder(DistributedSamplerWrapper):
     """
 
     def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sampler, *args, **kwargs)
+        self.first_samples = FirstOfOrder()
+        noted: Any = _Noted(sampler, self.first_samples) if isinstance(sampler, Sized) else sampler
+        super().__init__(noted, *args, **kwargs)
         generator = getattr(sampler, "generator", None)
         self.of_user = sampler
         self._generator = generator if isinstance(generator, torch.Generator) else None

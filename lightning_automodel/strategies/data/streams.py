@@ -31,7 +31,15 @@ class FirstSamples:
     Attributes:
         passes: number of them so far [1].
         digests: of each sample, 64-bit; 0 where none was read yet.
+        differs: says that ranks read something else.
     """
+
+    differs = (
+        "read different streams (sample {number} of {stage}), but each takes its share of one stream, so samples would "
+        "come twice and others never. If the dataset reads a part of its own on each rank, by strategy.data_rank of "
+        "strategy.data_size, say so: dataset.sharded_by_data_rank = True. If it shuffles, give it the same seed on all "
+        "ranks. If its order is one, and only random augmentation differs: dataset.sharded_by_data_rank = False"
+    )
 
     def __init__(self) -> None:
         self.passes = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
@@ -154,10 +162,20 @@ def divides_itself(dataset: object) -> bool:
 
 
 def compared_streams(loaders: Iterable[Any]) -> list[FirstSamples]:
-    """Collects what was read of the streams among ``loaders`` that are divided, and must be the same on all ranks."""
-    datasets = (getattr(loader, "dataset", None) for loader in loaders)
-    shares = (dataset for dataset in datasets if isinstance(dataset, ShareOfStream))
-    return [share._share.first_samples for share in shares if getattr(share, _DECLARED, None) is not False]
+    """Collects what was read of the streams, and of the orders of the user's, among ``loaders`` that are divided, and
+    must be the same on all ranks.
+    """
+    return [found for loader in loaders if (found := _first_samples(loader)) is not None]
+
+
+def _first_samples(loader: Any) -> FirstSamples | None:
+    share = getattr(loader, "dataset", None)
+    if isinstance(share, ShareOfStream):
+        return share._share.first_samples if getattr(share, _DECLARED, None) is not False else None
+    batches = getattr(loader, "batch_sampler", None)
+    orders = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None))
+    found = (getattr(order, "first_samples", None) for order in orders)
+    return next((each for each in found if isinstance(each, FirstSamples)), None)
 
 
 def first_digest(loaders: Iterable[Any], have_ended: bool) -> int:
@@ -193,8 +211,8 @@ def check_streams(
     mine = torch.stack([torch.cat((stream.passes, stream.digests)) for stream in streams]).to(device)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
-    for passes, *samples in torch.stack(gathered).permute(1, 2, 0).tolist():
-        texts = (unlike(digests, group, number, stage) for number, digests in enumerate(samples))
+    for stream, (passes, *samples) in zip(streams, torch.stack(gathered).permute(1, 2, 0).tolist(), strict=True):
+        texts = (unlike(digests, group, number, stage, stream) for number, digests in enumerate(samples))
         text = next(filter(None, texts), None) if len(set(passes)) == 1 else None
         if text is not None and not is_later:
             raise ValueError(text)
@@ -202,14 +220,11 @@ def check_streams(
             warn_once(f"in a later pass {text}")
 
 
-def unlike(digests: list[int], group: ProcessGroup, number: int, stage: str) -> str | None:
-    """Say that ranks have read another sample of a stream than others; those that read none have 0."""
+def unlike(
+    digests: list[int], group: ProcessGroup, number: int, stage: str, read: FirstSamples | None = None
+) -> str | None:
+    """Say that ranks have read another sample of what was ``read`` than others; those that read none have 0."""
     if not all(digests) or len(set(digests)) == 1:
         return None
-    return (
-        f"{shown(who_agrees(digests, group))} read different streams (sample {number} of {stage}), but each takes "
-        "its share of one stream, so samples would come twice and others never. If the dataset reads a part of "
-        "its own on each rank, by strategy.data_rank of strategy.data_size, say so: dataset.sharded_by_data_rank = "
-        "True. If it shuffles, give it the same seed on all ranks. If its order is one, and only random "
-        "augmentation differs: dataset.sharded_by_data_rank = False"
-    )
+    differs = FirstSamples.differs if read is None else read.differs
+    return f"{shown(who_agrees(digests, group))} {differs.format(number=number, stage=stage)}"

@@ -47,7 +47,7 @@ from lightning_automodel._compat.lightning.evaluation_loops import (
     is_sequential,
     set_fetcher,
 )
-from lightning_automodel.strategies.data.streams import first_digest, unlike
+from lightning_automodel.strategies.data.streams import FirstSamples, compared_streams, first_digest, unlike
 from lightning_automodel.strategies.evaluation.combined import warn_of_unlike_shares
 from lightning_automodel.strategies.evaluation.fillers import fresh_containers, run_filler
 
@@ -82,7 +82,13 @@ class EvenEvaluation:
         assert trainer.state.stage is not None
         warn_of_unlike_shares(combined, group)
         self._rounds = Rounds(
-            DataRanks(group, device, lambda i, ended: first_digest(loaders[i], ended), trainer.state.stage.value),
+            DataRanks(
+                group,
+                device,
+                lambda i, ended: first_digest(loaders[i], ended),
+                trainer.state.stage.value,
+                lambda i: next(iter(compared_streams(loaders[i])), None),
+            ),
             loader_lengths(combined),
             fill=lambda *args: self._fill(trainer, loop, *args),
             end=lambda loader: end_loader(loop, loader),
@@ -144,12 +150,19 @@ class DataRanks:
         first_sample: computes a digest of the first sample of a loader's stream, which may have ended; 0 if there is
             none.
         stage: named in errors.
+        what_is_read: finds what the first sample of a loader is of.
     """
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, first_sample: Callable[[int, bool], int], stage: str
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        first_sample: Callable[[int, bool], int],
+        stage: str,
+        what_is_read: Callable[[int], FirstSamples | None],
     ) -> None:
         self._group, self._device, self._first_sample, self._stage = group, device, first_sample, stage
+        self._what_is_read = what_is_read
 
     @property
     def rank(self) -> int:
@@ -167,7 +180,7 @@ class DataRanks:
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(gathered, mine, group=self._group)
         lengths, has, first_samples = torch.stack(gathered).T.tolist()
-        if text := unlike(first_samples, self._group, 0, self._stage):
+        if text := unlike(first_samples, self._group, 0, self._stage, self._what_is_read(loader)):
             raise ValueError(text)
         return lengths, has
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler, TensorDataset
 
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import TinyModule, rows, trainer
@@ -256,3 +257,37 @@ def test_what_a_user_divides_is_not_divided_again(
     assert first["validate"] == first["predict"] == (expected if said else [*expected, [8]])
     assert [part in text for part, text in zip(said, told, strict=True)] == [True] * len(said)
     assert second == []
+
+
+class ByRank(Sampler):
+    """An order that is another one on each rank, of rows or of batches."""
+
+    def __init__(self, is_batched: bool) -> None:
+        self.is_batched = is_batched
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[Any]:
+        order = [*range(dist.get_rank(), ROWS), *range(dist.get_rank())]
+        return iter([[i] for i in order] if self.is_batched else order)
+
+
+def errors_of_orders(is_batched: bool) -> list[str]:
+    """What each stage says of that order."""
+    errors = []
+    for stage in ("fit", "validate", "predict"):
+        name = "batch_sampler" if is_batched else "sampler"
+        data = DataLoader(TensorDataset(rows(ROWS)), **{name: ByRank(is_batched)})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="read different orders") as raised:
+            getattr(trainer(2, {"dp_shard": 2}, limit_val_batches=int(stage == "validate")), stage)(TinyModule(), data)
+        errors.append(str(raised.value))
+    return errors
+
+
+@pytest.mark.parametrize("is_batched", [False, True], ids=["samples", "batches"])
+def test_orders_that_are_not_one_are_an_error(is_batched: bool, pool2: Pool) -> None:
+    for errors in pool2.run(errors_of_orders, is_batched, trainer=True):
+        for error, stage in zip(errors, ("train", "validate", "predict"), strict=True):
+            assert f"rank 0 and rank 1 read different orders (sample 0 of {stage})" in error
+            assert "use_distributed_sampler=False" in error

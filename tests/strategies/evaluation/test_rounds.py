@@ -98,5 +98,7 @@ def test_a_rank_with_a_batch_does_not_wait_for_its_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(in_step.dist, "all_reduce", lambda *_, **__: None)
     group: Any = None
     with played_cuda(), Moves() as moves:
-        assert DataRanks(group, torch.device("cuda"), lambda loader, ended: 0, "validate").any(True)
+        assert DataRanks(group, torch.device("cuda"), lambda loader, ended: 0, "validate", lambda loader: None).any(
+            True
+        )
     assert not moves.found
