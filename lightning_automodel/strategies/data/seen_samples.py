@@ -96,12 +96,19 @@ class Batches:
         return None if size is None else through * size * self.data_ranks
 
     def divides_as(self, other: "Batches") -> bool:
-        """Tells whether an item of one is an item of the other."""
-        return self.is_dealt == other.is_dealt and (not self.is_dealt or self.size == other.size)
+        """Tells whether an item of one is an item of the other, as far as sizes and numbers of batches tell."""
+        if not (self.is_dealt and other.is_dealt):
+            return self.is_dealt == other.is_dealt
+        if self.size != other.size or self.length is None or other.length is None:
+            return self.size == other.size
+        pairs = ((self.length, self.data_ranks), (other.length, other.data_ranks))
+        least = max(length * ranks for length, ranks in pairs)
+        return least < min((length + 1) * ranks for length, ranks in pairs)  # what does not divide is left out
 
     def equals(self, other: "Batches") -> bool:
         """Tells whether the same samples come in the same batches."""
-        return (self.size, self.data_ranks, self.workers) == (other.size, other.data_ranks, other.workers)
+        is_as_large = (self.size, self.data_ranks, self.workers) == (other.size, other.data_ranks, other.workers)
+        return is_as_large and self.divides_as(other)
 
 
 @dataclass(frozen=True)
@@ -298,6 +305,7 @@ def _batches_behind(old: Batches, new: Batches, through: int, seen: int | None) 
 
 def _shown(batches: Batches) -> str:
     size = "batches of a sampler of your own" if batches.size is None else f"batches of {batches.size}"
+    size = f"{batches.length} {size}" if batches.is_dealt else size
     return f"{size} on {batches.data_ranks} data ranks with {batches.workers} workers"
 
 

@@ -211,6 +211,39 @@ def test_another_layout_goes_on_behind_the_batches_seen(pool2: Pool, tmp_path: P
     assert in_turn(pool2.run(part, {"dp_shard": 2}, first, None, second, trainer=True)) == whole[3:5]
 
 
+class OfSize(Unlike):
+    """Batches of a size that it does not tell."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return ROWS // self.rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(i, i + self.rows)) for i in range(0, ROWS, self.rows))
+
+
+def warnings_of_sizes(path: Path) -> list[str]:
+    """What is said when a run goes on with batches of another size."""
+    said: list[str] = []
+    for size, resume in ((2, None), (4, path)):
+        data = DataLoader(TensorDataset(rows(ROWS)), batch_sampler=OfSize(size))
+        callbacks: Any = [] if resume else [SaveAfter(path, 1)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(1, {}, callbacks=callbacks, limit_val_batches=0).fit(TinyModule(), data, ckpt_path=resume)
+        said += [text for each in caught if "training data of the checkpoint" in (text := str(each.message))]
+    return said
+
+
+def test_batches_of_another_size_are_told_of(nursery: Nursery, tmp_path: Path) -> None:
+    [said] = Pool(nursery, 1).run(warnings_of_sizes, tmp_path / "x.ckpt", trainer=True)
+    assert len(said) == 1
+    assert "as 6 batches of a sampler of your own on 1 data ranks" in said[0]
+    assert "now as 3 batches of" in said[0]
+
+
 class Divided(Batched):
     """Its loaders are divided by the user, in batches of two, or in plain batches of a batch sampler of torch's."""
 

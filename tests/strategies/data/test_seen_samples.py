@@ -215,8 +215,8 @@ def test_an_order_that_a_sampler_gives_in_batches(nursery: Nursery, tmp_path: Pa
     [(is_same, seen, said)] = Pool(nursery, 1).run(go_on_with_batches, tmp_path, trainer=True)
     assert is_same
     assert seen[0] == list(range(6, 12))  # about there: 8 were seen
-    assert "read as batches of 2 on 1 data ranks" in said[0]
-    assert "now as batches of 6" in said[0]
+    assert "read as 12 batches of 2 on 1 data ranks" in said[0]
+    assert "now as 4 batches of 6" in said[0]
 
 
 def warnings_of(path: Path, count: int, *, resumes: bool) -> list[str]:
