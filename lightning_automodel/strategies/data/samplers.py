@@ -180,12 +180,18 @@ def check_training_lengths(batches: int | float, device: torch.device) -> None:
 
 
 def _warn_of_own_division(sampler: DistributedSampler, trainer: "pl.Trainer", group: ProcessGroup) -> None:
-    """Warn of a sampler of the user's that divides the samples otherwise than the trainer would. Collective."""
+    """Warn of a sampler of the user's that divides the samples otherwise than the trainer would. Collective.
+
+    Subclasses need not have the attributes of their base.
+    """
     size = group.size()
     parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, (sampler.num_replicas, sampler.rank), group=group)
-    repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
-    if sorted(parts) != [(size, rank) for rank in range(size)]:
+    dist.all_gather_object(parts, [getattr(sampler, name, None) for name in ("num_replicas", "rank")], group=group)
+    count = sized_len(getattr(sampler, "dataset", None))
+    repeated = 0 if count is None else getattr(sampler, "total_size", count) - count
+    if any(None in part for part in parts):
+        return
+    if sorted(parts) != [[size, rank] for rank in range(size)]:
         shown = "; ".join(f"num_replicas={replicas}, rank={rank}" for replicas, rank in parts)
         warn_once(
             f"the {type(sampler).__name__} of a loader does not divide its samples among {size} data ranks ({shown}), "
