@@ -217,6 +217,7 @@ ATTRIBUTES = {
     ),
     "transformers:PreTrainedModel.loss_function.fget": ("_loss_function",),
     "transformers:PreTrainedConfig": ("_attn_implementation", "_experts_implementation", "_name_or_path"),
+    "transformers.core_model_loading:convert_and_load_state_dict_in_model": ("_weight_conversions",),
     "transformers.integrations.moe:": ("_grouped_linear",),
     "transformers.initialization:normal_": ("_is_hf_initialized",),
     "transformers.modeling_flash_attention_utils:": ("_is_packed_sequence",),

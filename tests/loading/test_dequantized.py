@@ -101,3 +101,12 @@ def test_the_form_may_be_written_in_yaml(family: str, tmp_path: Path) -> None:
     module = CausalLM(str(tmp_path), model_kwargs={"quantization_config": fields, "dtype": torch.bfloat16})
     module.configure_model()
     assert unequal(module.model, read(family, tmp_path)) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_what_plain_transformers_has_read_is_written_plain(family: str, tmp_path: Path) -> None:
+    write(family, tmp_path / "published")
+    model: Any = read(family, tmp_path / "published")
+    state = model.state_dict()
+    write_pretrained(model, lambda name: state[name], tmp_path / "written")
+    assert unequal(AutoModelForCausalLM.from_pretrained(tmp_path / "written"), model) == []

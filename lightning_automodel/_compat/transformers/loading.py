@@ -21,6 +21,13 @@ def forget_conversions(model: PreTrainedModel) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
+def was_dequantized(model: PreTrainedModel) -> bool:
+    """Tell whether a quantizer made plain numbers of what ``model`` was read from."""
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    operations = (operation for each in conversions for operation in getattr(each, "operations", ()))
+    return not getattr(model, "is_quantized", False) and any(hasattr(each, "hf_quantizer") for each in operations)
+
+
 _Place = tuple[Any, str]
 """An owner (a module or a class), and the name of its attribute."""
 

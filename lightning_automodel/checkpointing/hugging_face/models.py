@@ -21,7 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from lightning_automodel._compat.transformers.loading import revert_weight_conversion
+from lightning_automodel._compat.transformers.loading import (
+    forget_conversions,
+    revert_weight_conversion,
+    was_dequantized,
+)
 from lightning_automodel.modules.structure import (
     class_names,
     find_blocks,
@@ -103,6 +107,8 @@ def write_pretrained(
         variant: stands in the names of files, as ``from_pretrained`` expects it.
     """
     limit = parse_size(max_shard_size)
+    if was_dequantized(model):
+        forget_conversions(model)
     shards = None if directory is None else _Shards(directory, limit, variant)
     dtypes: set[torch.dtype] = set()
     for names in group_names(model):
