@@ -17,33 +17,48 @@ _WAY_OUT = (
 )
 
 
-def refuse_quantized(model: nn.Module, but_four_bit: bool = True) -> None:
+def refuse_quantized(model: nn.Module) -> None:
     """Check that ``model`` holds plain weights, or such of four bits that are kept in rows of bytes.
 
     Args:
         model: perhaps on the meta device.
-        but_four_bit: whether the strategy can have those.
 
     Raises:
         ValueError: naming how it is quantized, and the way out.
     """
-    if not getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False) or _has_four_bit(model):
         return
-    method: Any = getattr(model, "quantization_method", None)
-    kind = getattr(method, "value", method)
-    has_four_bit = kind == "bitsandbytes" and any(is_four_bit(module) for module in model.modules())
-    if has_four_bit and but_four_bit:
-        return
-    if has_four_bit:
-        raise ValueError(
-            f"{type(model).__name__} is quantized (bitsandbytes, four bits), and Megatron-FSDP keeps parameters that "
-            "are floating-point numbers; use FSDP2TPStrategy or DDPStrategy, or load it without quantization_config"
-        )
+    kind = _kind_of(model)
     kind = "bitsandbytes, eight bits" if kind == "bitsandbytes" else kind
     raise ValueError(
         f"{type(model).__name__} is quantized ({kind}), and its packed weights would be cut or copied among ranks in "
         f"ways that were not compared with one process; {_WAY_OUT}"
     )
+
+
+def refuse_four_bit(model: nn.Module) -> None:
+    """Check that ``model`` holds no weights of four bits.
+
+    Args:
+        model: perhaps on the meta device.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if getattr(model, "is_quantized", False) and _has_four_bit(model):
+        raise ValueError(
+            f"{type(model).__name__} is quantized (bitsandbytes, four bits), and Megatron-FSDP keeps parameters that "
+            "are floating-point numbers; use FSDP2TPStrategy or DDPStrategy, or load it without quantization_config"
+        )
+
+
+def _has_four_bit(model: nn.Module) -> bool:
+    return _kind_of(model) == "bitsandbytes" and any(is_four_bit(module) for module in model.modules())
+
+
+def _kind_of(model: nn.Module) -> Any:
+    method: Any = getattr(model, "quantization_method", None)
+    return getattr(method, "value", method)
 
 
 def becomes_plain(quantizer: Any) -> bool:

@@ -27,7 +27,7 @@ from lightning_automodel.distributed.whole_numbers import norms_by
 from lightning_automodel.loading.initialize import broadcast_weights, materialize
 from lightning_automodel.loading.placed_parameters import place, values_aside
 from lightning_automodel.loading.pretrained import sharded_loading
-from lightning_automodel.loading.quantized import refuse_quantized
+from lightning_automodel.loading.quantized import refuse_four_bit
 from lightning_automodel.loading.whole_values import whole_values
 from lightning_automodel.mesh import DP_SHARD, TP, AutoSize, Axes, MeshSizes, axis, resolve_sizes
 from lightning_automodel.parallel.adapters import install_peft_models
@@ -147,7 +147,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
 
     def _split(self, model: nn.Module) -> None:
         """Splits over tp before weights are read: each rank reads its slices, and shards them afterwards."""
-        refuse_quantized(model, but_four_bit=False)
+        refuse_four_bit(model)
         building.split_over_tp(model, self._axes, self.config)
 
     @override

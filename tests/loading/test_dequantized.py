@@ -18,7 +18,9 @@ from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Pool
 from tests.support.families import tiny_model
-from tests.support.training import whole
+from tests.support.layouts import LAYOUTS
+from tests.support.subjects import gather_part
+from tests.support.training import Descending, batches, make_trainer, whole
 from tests.support.weights import unequal
 
 BLOCK = 16  # rows and columns with one scale, of FP8
@@ -110,3 +112,29 @@ def test_what_plain_transformers_has_read_is_written_plain(family: str, tmp_path
     state = model.state_dict()
     write_pretrained(model, lambda name: state[name], tmp_path / "written")
     assert unequal(AutoModelForCausalLM.from_pretrained(tmp_path / "written"), model) == []
+
+
+class Reading(Descending):
+    """Reads published files."""
+
+    def __init__(self, family: str, path: Path) -> None:
+        super().__init__()
+        self.family, self.path = family, path
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = read(self.family, self.path).float()
+
+
+def differing_of_megatron(family: str, path: Path) -> list[str]:
+    """Runs on each rank: parameters that differ from those of plain transformers, as rank 0 sees them."""
+    module = Reading(family, path)
+    make_trainer(LAYOUTS["megatron3-tp2"].make()).validate(module, batches(1), verbose=False)
+    plain, values = read(family, path).float(), {n: gather_part(p) for n, p in module.model.named_parameters()}
+    return [n for n, p in plain.named_parameters() if dist.get_rank() == 0 and not p.equal(values[n])]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_megatron_fsdp_reads_the_same(family: str, tmp_path: Path, pool2: Pool) -> None:
+    write(family, tmp_path)
+    assert pool2.run(differing_of_megatron, family, tmp_path, trainer=True) == [[], []]
