@@ -173,8 +173,7 @@ def _read(path: str) -> dict[str, Any]:
     name = strategy if isinstance(strategy, str) else strategy.get("class_path", "FSDP2TPStrategy")
     if name.rpartition(".")[2] not in ("FSDP2TPStrategy", "fsdp2_tp"):
         raise ValueError(f"config={path!r} has the strategy {name}; plan knows FSDP2TPStrategy")
-    arguments = {} if isinstance(strategy, str) else strategy.get("init_args", {})
-    data, model = whole.get("data", {}).get("init_args", {}), whole.get("model", {}).get("init_args", {})
+    arguments, data, model = map(_arguments, (strategy, whole.get("data"), whole.get("model")))
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     found = {
         "model": model.get("model"),
@@ -186,12 +185,22 @@ def _read(path: str) -> dict[str, Any]:
         "clips": trainer.get("gradient_clip_val") is not None,
         "peft": model.get("peft"),
         "freeze": model.get("freeze"),
-        "is_quantized": "quantization_config" in (model.get("model_kwargs") or {}) or None,
+        "is_quantized": _stays_quantized(model.get("model_kwargs") or {}) or None,
         **{name: arguments.get(name) for name in ("tp", "cp", "ep", "dp_replicate")},
     }
     known = {key: value for key, value in found.items() if value is not None}
-    config = arguments.get("config") or {}
-    return {**known, "switches": config.get("init_args", config)}
+    return {**known, "switches": _arguments(arguments.get("config"))}
+
+
+def _stays_quantized(kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether weights are of fewer bits than here; with ``dequantize`` they are not, once they are read."""
+    form = kwargs.get("quantization_config")
+    return form is not None and not (isinstance(form, dict) and form.get("dequantize"))
+
+
+def _arguments(section: Any) -> dict[str, Any]:
+    """Return what a section of a run's file gives its class: ``fit`` takes it beside ``class_path``, too."""
+    return section.get("init_args", section) or {} if isinstance(section, dict) else {}
 
 
 def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:

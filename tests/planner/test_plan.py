@@ -203,6 +203,24 @@ def test_the_command_reads_what_a_run_prints_of_itself(
     assert " train, precision bf16-mixed" in text
 
 
+def test_the_command_reads_what_is_written_by_hand(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """``fit`` takes arguments of the default classes beside ``class_path``, too."""
+    form = {"quant_method": "mxfp4", "dequantize": True}
+    written = {
+        "trainer": {"devices": 2, "strategy": {"class_path": "FSDP2TPStrategy", "init_args": {"tp": 2}}},
+        "model": {"model": str(model_folder), "model_kwargs": {"quantization_config": form}},
+        "data": {"sequence_length": 64},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(written))
+    main(["plan", f"--config={path}"])
+    text = capsys.readouterr().out
+    assert "A step: 1 x 64 tokens x 1 data rank" in text
+    assert "upper bound" not in text
+
+
 @pytest.mark.long
 def test_the_command_reads_and_writes_a_run(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model_folder.parent / "run.yaml"
