@@ -8,7 +8,6 @@
 A model that is called without labels returns whole logits, so a loss that a user computes from them is right.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,16 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from lightning_automodel._compat.torch.modules import own_children
-from lightning_automodel._compat.transformers.models import loss_that_was_set
 from lightning_automodel.config import StageSwitches
-from lightning_automodel.distributed.logs import log, log_once
-from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
-from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
-from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, flat_losses, next_tokens
+from lightning_automodel.distributed.logs import log
+from lightning_automodel.loss.deferred_logits import DeferredLogits
 from lightning_automodel.loss.kernels import check_kernel
+from lightning_automodel.loss.linear_recipe import LinearRecipe
+from lightning_automodel.loss.model_losses import calls_cross_entropy, compiled_loss, computes_loss, replaced_loss
 from lightning_automodel.loss.passes import Passes, passes_for
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
@@ -36,109 +33,7 @@ from lightning_automodel.modules.wrappers import has_copies, is_wrapper, unwrapp
 
 _CALLS = "_calls_with_labels"
 _INSTALLED = "_gives_logits_to_a_loss"
-_WHOLE_LOSS = "_loss_of_whole_sequences"
 _CHUNK_OF_KERNELS = 1  # they choose their own
-
-
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int | None = None,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    shift_labels: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    passes: Passes | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Computes transformers' ``ForCausalLMLoss`` of logits that are whole, sharded on the vocabulary, or deferred.
-
-    Two things differ: labels of which none counts give 0 and not NaN, and ``label_smoothing`` is not ignored.
-
-    Args:
-        logits: [batch, seq, vocab].
-        labels: [batch, seq]; position ``t`` is judged against label ``t + 1``.
-        vocab_size: that of the logits decides.
-        num_items_in_batch: what the sum of the losses is divided by; ``None``: the labels that count.
-        ignore_index: value of labels that do not count.
-        shift_labels: [batch, seq], labels that are shifted already; ``labels`` is then not looked at.
-        label_smoothing: share of the target that is spread evenly over the vocabulary.
-        passes: over logits, compiled; deferred ones have theirs.
-        kwargs: what else the model was called with.
-
-    Returns:
-        a scalar in float32.
-    """
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = next_tokens(labels, ignore_index)
-    targets = shift_labels.reshape(-1).to(logits.device)
-    if isinstance(logits, DeferredLogits):
-        total = logits.loss_sum(targets, ignore_index, label_smoothing)
-    else:
-        total = flat_losses(logits, targets, ignore_index, label_smoothing, passes).sum()
-    if num_items_in_batch is None:
-        return total / count_targets(targets, ignore_index)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
-def masked_lm_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
-    """Computes transformers' ``ForMaskedLMLoss``: as :func:`causal_lm_loss`, with ``t`` judged against label ``t``."""
-    return causal_lm_loss(logits, None, **{**kwargs, "shift_labels": labels})
-
-
-_LOSSES = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
-
-
-def computes_loss(model: nn.Module) -> bool:
-    """Tells whether ``model`` computes its loss by one of the functions above."""
-    return _whole(loss_that_was_set(model)) in _LOSSES.values()
-
-
-def _whole(function: Any) -> Any:
-    return getattr(function, _WHOLE_LOSS, function)
-
-
-def sum_loss_of_rows(
-    function: Callable[..., Tensor], find_rows: Callable[[], Rows | None], scale: float
-) -> Callable[..., Tensor]:
-    """Let ``function``, one of the losses above, take the logits of a rank's rows, with labels of the whole sequence.
-
-    Every rank differentiates its own part of the loss, and the parts are summed for the value.
-
-    Args:
-        function: the loss of a whole sequence.
-        find_rows: called with every loss: the rows that the logits are of; ``None``: they are whole.
-        scale: of the gradients.
-    """
-    name = "labels" if _whole(function) is masked_lm_loss else "shift_labels"
-
-    def loss_of_rows(
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORE_INDEX,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        rows = find_rows()
-        arguments = {"vocab_size": vocab_size, "ignore_index": ignore_index, **kwargs}
-        if rows is None:
-            arguments |= {"labels": labels, "shift_labels": shift_labels}
-            return function(logits, num_items_in_batch=num_items_in_batch, **arguments)
-        targets = labels if name == "labels" else shift_labels
-        if targets is None:
-            assert labels is not None
-            targets = next_tokens(labels, ignore_index)
-        count = count_targets(targets, ignore_index) if num_items_in_batch is None else num_items_in_batch
-        arguments |= {"labels": None, name: rows.cut(targets, 1)}
-        return sum_parts(function(logits, num_items_in_batch=count, **arguments), rows.group, scale)
-
-    setattr(loss_of_rows, _WHOLE_LOSS, _whole(function))
-    return loss_of_rows
 
 
 def defers_logits(config: StageSwitches) -> bool:
@@ -148,12 +43,18 @@ def defers_logits(config: StageSwitches) -> bool:
     return config.chunked_loss is not None or config.loss_kernel != "torch"
 
 
-def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -> None:
+def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches, *, cuts_rows: bool = False) -> None:
     """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
 
     For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models, or
-    the one without a shift. Others (losses of their own, a ``loss_function`` that the user set) stay as they are, with
-    whole logits.
+    the one without a shift, or which calls torch's cross entropy itself. Others (losses of their own, a
+    ``loss_function`` that the user set) stay as they are, with whole logits.
+
+    Args:
+        model: with what its plan has split.
+        tp_mesh: whose ranks hold the vocabulary.
+        config: how the loss is computed.
+        cuts_rows: context parallelism does: cross entropy of a model's own needs all positions then.
 
     Raises:
         ValueError: if the config asks for a loss without logits, and ``model`` cannot have one.
@@ -163,9 +64,12 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
     passes = passes_for(config, tp_mesh.device_type)
     found = False
     for owner in model.modules():
-        if not isinstance(owner, PreTrainedModel) or (loss := _loss_for(owner)) is None:
+        if not isinstance(owner, PreTrainedModel):
             continue
-        owner.loss_function = _compiled(loss, passes) if passes else loss
+        if (loss := replaced_loss(owner)) is not None:
+            owner.loss_function = compiled_loss(loss, passes) if passes else loss
+        elif cuts_rows or not calls_cross_entropy(owner):
+            continue
         heads = _linear_heads(_head_of(owner))
         if deferred and any(map(_has_own_forward, heads)):
             continue
@@ -177,32 +81,24 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches) -
             how = f"in chunks of {config.chunked_loss} ({config.loss_kernel})" if deferred else "from shards"
             log(f"{class_names(owner)[0]}: the loss is computed {how} of logits over {shard.size} classes")
     if deferred and not found:
-        raise ValueError(_no_head(model))
+        raise ValueError(_no_head(model, cuts_rows))
 
 
-def _no_head(model: nn.Module) -> str:
+def _no_head(model: nn.Module, cuts_rows: bool) -> str:
     found = (_head_of(m) for m in model.modules() if isinstance(m, PreTrainedModel))
     heads = [head for head in found if head is not None]
     adapted = any(is_wrapper(head) and not has_copies(head) for head in heads)
     own = [class_names(head)[0] for head in heads if _has_own_forward(head)]
     but = f" (the forward pass of {own[0]} is its own)" if own else " and has no adapter" if adapted else ""
+    if cuts_rows:
+        but += " (under context parallelism: transformers' loss)"
     way_out = "leave the head out of what is adapted, or name it in modules_to_save, or " if adapted else ""
     return (
-        f"{type(model).__name__} does not compute transformers' causal loss from one linear head that is whole or cut "
-        f"on the vocabulary{but}, which a loss without logits needs; {way_out}use "
+        f"the forward pass of {type(model).__name__} computes neither transformers' loss nor torch's "
+        f"cross entropy from one linear head that is whole or cut on the vocabulary{but}, which a loss without logits "
+        f"needs; {way_out}use "
         "chunked_loss=None and loss_kernel='torch'"
     )
-
-
-def _loss_for(model: PreTrainedModel) -> Callable[..., Tensor] | None:
-    """Chooses what computes the loss of ``model`` in the place of transformers' function, if it calls one of those."""
-    forward = inspect.unwrap(type(model).forward)
-    if "loss_function" not in forward.__code__.co_names:
-        return None
-    found = _LOSSES.get(model.loss_function)
-    name = getattr(model.loss_function, "__name__", "its loss")
-    log_once(f"{class_names(model)[0]}: its code calls {name}, which is {'replaced' if found else 'left as it is'}")
-    return found
 
 
 def _head_of(model: PreTrainedModel) -> Any:
@@ -236,12 +132,6 @@ def _shard_of(head: nn.Linear, tp_mesh: DeviceMesh) -> VocabShard | None:
     return VocabShard.of(head.weight.shape[0], None if placement.is_replicate() else tp_mesh.get_group())
 
 
-def _compiled(function: Callable[..., Tensor], passes: Passes) -> Callable[..., Tensor]:
-    compiled = functools.partial(function, passes=passes)
-    setattr(compiled, _WHOLE_LOSS, function)
-    return compiled
-
-
 def _install_heads(owner: PreTrainedModel, heads: Sequence[nn.Linear], around: Around) -> None:
     owner.register_forward_pre_hook(_enter_model(owner), with_kwargs=True)
     owner.register_forward_hook(_leave_model, always_call=True)
@@ -255,10 +145,11 @@ def _install_heads(owner: PreTrainedModel, heads: Sequence[nn.Linear], around: A
 def _enter_model(model: PreTrainedModel) -> Callable:
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     position = names.index("labels") if "labels" in names else len(names)
+    has_own = calls_cross_entropy(model)
 
     def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         labels = args[position] if len(args) > position else kwargs.get("labels")
-        has_labels = labels is not None and computes_loss(model)
+        has_labels = labels is not None and (has_own or computes_loss(model))
         head = _head_of(model)
         _calls(head).append(has_labels or _has_labels(head))
 
@@ -309,11 +200,15 @@ def _deferred_forward(
         if not _has_labels(head):
             return forward(*args, **kwargs)
         assert isinstance(head, nn.Linear)
+        hidden = args[0] if args else kwargs["input"]
         recipe = LinearRecipe(
-            hidden=args[0] if args else kwargs["input"],
+            local=hidden,
+            dim=hidden.ndim - 1,
+            size=shard.size,
             weight=head.weight,
             bias=head.bias,
             shard=shard,
+            dtype=hidden.dtype,
             chunk_size=config.chunked_loss or _CHUNK_OF_KERNELS,
             kernel=config.loss_kernel,
             passes=passes,

@@ -1,7 +1,6 @@
 """A rank's shard of logits, and what the ranks find out together about all of them."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,28 +8,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel.distributed.collectives import gather, reduce_out, shard_bounds
+from lightning_automodel.loss.cut_logits import CutLogits
 
 
 @dataclass(frozen=True)
-class LogitShard:
-    """A rank's shard of logits.
+class LogitShard(CutLogits):
+    """A rank's shard of logits, in the place of the vocabulary.
 
     Attributes:
-        local: the shard.
-        dim: its dimension that is cut.
-        size: of that dimension as a whole.
         mesh: of one axis, whose ranks hold the shards.
     """
 
-    local: Tensor
-    dim: int
-    size: int
     mesh: DeviceMesh
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole logits."""
-        return (*self.local.shape[: self.dim], self.size, *self.local.shape[self.dim + 1 :])
 
     @property
     def start(self) -> int:
@@ -41,18 +30,6 @@ class LogitShard:
     def narrowest(self) -> int:
         """Compute the width of the narrowest shard of all ranks."""
         return shard_bounds(self.size, self.mesh.size(), self.mesh.size() - 1)[1]
-
-    def is_at(self, dim: Any) -> bool:
-        """Tells whether ``dim`` is the one that is cut."""
-        return isinstance(dim, int) and dim % self.local.ndim == self.dim
-
-    def last(self) -> Tensor:
-        """Returns the shard with the vocabulary last: [..., vocab / tp]."""
-        return self.local.movedim(self.dim, -1)
-
-    def with_last(self, local: Tensor) -> "LogitShard":
-        """Put logits back into the place of these, from a shard with the vocabulary last."""
-        return replace(self, local=local.movedim(-1, self.dim))
 
     def collect(self, values: Tensor) -> Tensor:
         """Gather [..., n] of each rank to [..., n * tp], in the order of the ranks."""

@@ -22,35 +22,13 @@ from lightning_automodel._compat.dtensor.tensors import whole_shape
 from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map_only
 from lightning_automodel.distributed.collectives import gather, shard_bounds
 from lightning_automodel.distributed.logs import log_once
+from lightning_automodel.loss.calls import DESCRIPTIONS, name_of
 from lightning_automodel.loss.logit_shard import LogitShard
 from lightning_automodel.loss.sharded_functions import FUNCTIONS
 
 _WAYS_OUT = (
     "use lightning_automodel.loss.gather_logits(logits) for whole ones, or the functions beside it, which take shards"
 )
-_DESCRIPTIONS = {
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "data",
-        "size",
-        "dim",
-    ),
-    *("ndimension", "numel", "nelement", "stride", "element_size", "itemsize", "nbytes", "is_floating_point"),
-    *("is_complex", "is_signed", "is_contiguous", "get_device", "requires_grad_", "retain_grad", "retains_grad"),
-    *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_inference", "is_conj", "is_neg"),
-    *("is_sparse_csr", "is_mkldnn", "is_mps", "is_xpu", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
-    *("_version", "output_nr", "names", "name", "has_names", "dim_order", "__hash__", "__repr__", "__dir__"),
-    *("_grad", "_grad_fn", "_base", "_is_view", "_backward_hooks", "register_hook", "_post_accumulate_grad_hooks"),
-}
-"""What says something about the tensor as a whole, and looks at no element."""
 _ADDRESSES = {
     *(
         "data_ptr",
@@ -84,8 +62,8 @@ class ShardedLogits(DTensor):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
-        if name in _DESCRIPTIONS or name in ("grad.__set__", "grad.__delete__", "requires_grad.__set__"):
+        name = name_of(func)
+        if name in DESCRIPTIONS or name in ("grad.__set__", "grad.__delete__", "requires_grad.__set__"):
             return _sharded(super().__torch_function__(func, types, args, kwargs))
         if name in _ADDRESSES or (_changes_in_place(func, name, args, kwargs)):
             raise ShardedLogitsError(f"{name} was called with logits that are cut on the vocabulary; {_WAYS_OUT}")
@@ -129,15 +107,6 @@ def _cut(mesh: DeviceMesh, dim: int, gradient: Tensor) -> Tensor:
     start, length = shard_bounds(gradient.shape[dim], mesh.size(), mesh.get_local_rank())
     local, shape, stride = gradient.narrow(dim, start, length), gradient.shape, gradient.stride()
     return DTensor.from_local(local.contiguous(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-
-
-def _name(func: Callable) -> str:
-    """Return the name of a function, method or property; what sets or deletes a property has a suffix."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
-        return attribute if name == "__get__" else f"{attribute}.{name}"
-    return name
 
 
 def _changes_in_place(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -104,7 +104,7 @@ def apply_stages(
         experts.divide(model, resolve_dispatcher(config.expert_dispatcher))
     if layout is not None:
         install_copies(model, axes.tp.get_group(), layout)  # around what chooses rows for experts
-    install_loss(model, axes.tp, config)
+    install_loss(model, axes.tp, config, cuts_rows=context is not None)
     run_parts_inside(model)
     if context is not None:
         context.install_inside()

@@ -30,7 +30,7 @@ from lightning_automodel._compat.fsdp2.units import parameter_groups
 from lightning_automodel._compat.torch.modules import lay_hooks_in_order
 from lightning_automodel._compat.transformers.models import recorded_outputs
 from lightning_automodel.config import FSDP2Config
-from lightning_automodel.loss.install import _LOSSES
+from lightning_automodel.loss.model_losses import _LOSSES
 from lightning_automodel.modules.reachable_code import names_in_code
 from lightning_automodel.parallel.fsdp2.sharding import needs_no_sharding
 from lightning_automodel.plans import context

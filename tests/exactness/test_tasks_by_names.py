@@ -4,6 +4,7 @@
 """
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.plans.published import published_plan
@@ -28,6 +30,9 @@ from lightning_automodel.plans.selection import known_rules
 from lightning_automodel.testing.pool import Pool
 from tests.support.families import MOST_PARAMETERS, tiny_config
 
+NO_SUBJECT = re.compile(
+    "computes neither transformers' loss nor torch's cross entropy|publishes no tensor-parallel plan"
+)
 BOUND, LENGTH, LABELS, SIDE, SAMPLES = 1e-4, 13, 3, 32, 4000
 TASKS: dict[str, type] = {
     "SEQUENCE_CLASSIFICATION": AutoModelForSequenceClassification,
@@ -113,12 +118,12 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
 
 
-def compared(task: str, names: list[str]) -> dict[str, float | str]:
+def compared(task: str, names: list[str], sizes: dict[str, int], config: dict[str, Any]) -> dict[str, float | str]:
     """Runs on each rank: of each kind the largest error, or that of a pass; others are no subject.
 
     Left out are those that cannot be built so small, or do not take such a batch on one process.
     """
-    mesh = build_mesh(resolve_sizes(torch.distributed.get_world_size(), tp=2), "cpu")
+    mesh = build_mesh(resolve_sizes(torch.distributed.get_world_size(), **sizes), "cpu")
     found: dict[str, float | str] = {}
     for name in names:
         try:
@@ -128,7 +133,7 @@ def compared(task: str, names: list[str]) -> dict[str, float | str]:
         except Exception:  # of its own, whatever it is
             continue
         try:
-            found[name] = _error(gradients(parallelize(many, mesh).eval(), batch), one)
+            found[name] = _error(gradients(parallelize(many, mesh, FSDP2Config(**config)).eval(), batch), one)
         except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found
@@ -155,7 +160,19 @@ def is_split_by_names(task: str, name: str) -> bool:
 @pytest.mark.parametrize("task", TASKS)
 def test_all_kinds_are_exact(task: str, pool2: Pool) -> None:
     names = [name for name in kinds(task) if is_split_by_names(task, name)]
-    (found, _) = pool2.run(compared, task, names, timeout=900)
+    (found, _) = pool2.run(compared, task, names, {"tp": 2}, {}, timeout=900)
     print(f"{task}: {len(found)} of {len(names)} kinds compared: {', '.join(found)}")
     assert len(found) >= 0.75 * len(names)  # others are larger, or read another batch
     assert {name: error for name, error in found.items() if isinstance(error, str) or error > BOUND} == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+@pytest.mark.parametrize("task", ["MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"])
+def test_all_losses_in_chunks_are_exact(task: str, axis: str, pool2: Pool) -> None:
+    """Told by an error are losses of other kinds, and IBert under tp."""
+    (found, _) = pool2.run(compared, task, kinds(task), {axis: 2}, {"chunked_loss": 7}, timeout=900)
+    kept = {name: error for name, error in found.items() if not isinstance(error, str) or not NO_SUBJECT.search(error)}
+    print(f"{task}: {len(kept)} of {len(kinds(task))} kinds compared: {', '.join(kept)}")
+    assert len(kept) >= 0.75 * len(kinds(task))
+    assert {name: error for name, error in kept.items() if isinstance(error, str) or error > BOUND} == {}

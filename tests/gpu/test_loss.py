@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.loss import cross_entropy, entropy
-from lightning_automodel.loss.deferred_logits import DeferredLogits, LinearRecipe
 from lightning_automodel.loss.functional import flat_losses
 from lightning_automodel.loss.kernels import LOSS_KERNELS
+from lightning_automodel.loss.linear_recipe import LinearRecipe
 from lightning_automodel.loss.passes import compiled_passes
 from lightning_automodel.loss.vocab_parallel import VocabShard
 
@@ -59,10 +59,13 @@ def test_chunks(dtype: torch.dtype) -> None:
 def recipe(hidden: Tensor, weight: Tensor, kernel: str = "torch", chunk: int = 128) -> LinearRecipe:
     """A loss without logits, as a model has it whose blocks are compiled."""
     return LinearRecipe(
-        hidden=hidden[None],
+        local=hidden[None],
+        dim=2,
+        size=weight.shape[0],
         weight=weight,
         bias=None,
         shard=VocabShard(weight.shape[0]),
+        dtype=hidden.dtype,
         chunk_size=chunk,
         kernel=kernel,
         passes=compiled_passes("inductor", None),
@@ -74,8 +77,7 @@ def recipe(hidden: Tensor, weight: Tensor, kernel: str = "torch", chunk: int = 1
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 def test_compiled_passes(dtype: torch.dtype, smoothing: float) -> None:
     hidden, weight, labels = problem(dtype)
-    deferred = DeferredLogits.from_recipe(recipe(hidden, weight))
-    loss = deferred.loss_sum(labels, -100, smoothing) / (labels != -100).sum()
+    loss = recipe(hidden, weight).loss_sum(labels, -100, smoothing) / (labels != -100).sum()
     assert_same(loss, hidden, weight, labels, smoothing)
 
 
@@ -91,7 +93,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "torch": lambda hidden, weight, labels: reference(linear(hidden, weight).float(), labels),
     "whole": lambda hidden, weight, labels: cross_entropy(linear(hidden, weight), labels),
     "chunks": lambda hidden, weight, labels: chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=256),
-    "compiled": lambda *given: DeferredLogits.from_recipe(recipe(*given[:2], chunk=256)).loss_sum(given[2], -100, 0.0),
+    "compiled": lambda *given: recipe(*given[:2], chunk=256).loss_sum(given[2], -100, 0.0),
 }
 
 
@@ -137,7 +139,5 @@ def test_kernels(kernel: str) -> None:
     if find_spec(LOSS_KERNELS[kernel][0]) is None:
         pytest.skip(f"{LOSS_KERNELS[kernel][1]} is not installed")
     hidden, weight, labels = problem(torch.bfloat16)
-    loss = (
-        DeferredLogits.from_recipe(recipe(hidden, weight, kernel)).loss_sum(labels, -100, 0.0) / (labels != -100).sum()
-    )
+    loss = recipe(hidden, weight, kernel).loss_sum(labels, -100, 0.0) / (labels != -100).sum()
     assert_same(loss, hidden, weight, labels)

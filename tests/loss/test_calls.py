@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.loss import gather_logits
-from lightning_automodel.loss.install import causal_lm_loss, install_loss
+from lightning_automodel.loss.install import install_loss
+from lightning_automodel.loss.model_losses import causal_lm_loss
 from lightning_automodel.mesh import TP, axis, build_mesh, resolve_sizes
 from lightning_automodel.parallel.tensor.apply import apply_tensor_parallel, install_copies
 from lightning_automodel.parallelizer import parallelize
@@ -139,6 +142,52 @@ def nothing_to_learn(config: dict[str, Any], tp: int) -> None:
     assert not gradient(model).any()
 
 
+# ---- losses in the code of a model -----------------------------------------------------------------------------------
+
+
+class Shifting(LlamaForCausalLM):
+    """Computes its loss itself, as code that comes with a checkpoint does."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
+        logits, loss = self.lm_head(self.model(input_ids).last_hidden_state).float(), None
+        if labels is not None:
+            shifted = logits[..., :-1, :].contiguous()
+            criterion = nn.CrossEntropyLoss()
+            loss = criterion(shifted.view(-1, self.config.vocab_size), labels[..., 1:].contiguous().view(-1))
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class Derived(LlamaForCausalLM):
+    """Leaves the loss to its base."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Own(Shifting):
+    """Calls its base without labels, and computes another loss of what that gives."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
+        output = super().forward(input_ids)
+        output.loss = cross_entropy(output.logits.transpose(1, 2), labels, label_smoothing=0.1)
+        return output
+
+
+def losses_in_the_code_of_a_model(kind: type[LlamaForCausalLM], config: dict[str, Any]) -> None:
+    reference, mesh = tiny_model("llama", **LLAMA), build_mesh(resolve_sizes(2, tp=2), "cpu")
+    reference.__class__ = kind
+    model = parallelize(copy.deepcopy(reference), mesh, FSDP2Config(**config))
+    assert_same_step(model, reference, input_ids=text(), labels=text().masked_fill(text() < 40, -100))
+    logits = model(input_ids=text(), labels=text()).logits
+    assert logits is None if config else isinstance(logits, DTensor)
+
+
+@pytest.mark.parametrize("config", [{}, {"chunked_loss": 4}], ids=str)
+@pytest.mark.parametrize("kind", [Shifting, Derived, Own])
+def test_losses_in_the_code_of_a_model(kind: Any, config: dict[str, Any], pool2: Pool) -> None:
+    pool2.run(losses_in_the_code_of_a_model, kind, config)
+
+
 # ---- compile ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,8 +266,13 @@ def operations_that_mix_logits() -> None:
     model(text(), labels=text())
 
 
-def models_without_a_causal_loss() -> None:
-    make(family="bart", tp=1, chunked_loss=4)
+def models_without_such_a_loss() -> None:
+    make(family="xlm", tp=1, chunked_loss=4)
+
+
+def cross_entropy_of_rows() -> None:
+    mesh = build_mesh(resolve_sizes(2, cp=2), "cpu")
+    parallelize(tiny_model("bart"), mesh, FSDP2Config(chunked_loss=4))
 
 
 class Scaled(nn.Linear):
@@ -266,7 +320,8 @@ def test_all_labels_ignored(config: dict[str, Any], tp: int, pool2: Pool) -> Non
     ("check", "message"),
     [
         (operations_that_mix_logits, "LlamaForCausalLM calls softmax on its logits.*use chunked_loss=None"),
-        (models_without_a_causal_loss, "BartForCausalLM does not compute transformers' causal loss"),
+        (models_without_such_a_loss, "XLMWithLMHeadModel computes neither .*'s cross entropy from one linear head"),
+        (cross_entropy_of_rows, r"BartForCausalLM .* \(under context parallelism: transformers' loss\)"),
         (
             heads_with_a_forward_of_their_own,
             r"the vocabulary \(the forward pass of Scaled is its own\).*chunked_loss=None",

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from lightning_automodel.chunked_loss import chunked_linear_cross_entropy
 from lightning_automodel.gradients import clip_grad_norm_
 from lightning_automodel.loss import cross_entropy, entropy
-from lightning_automodel.loss.install import causal_lm_loss
+from lightning_automodel.loss.model_losses import causal_lm_loss
 from tests.support.waiting import Moves, played_cuda
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

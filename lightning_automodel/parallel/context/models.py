@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS
 from lightning_automodel._compat.transformers.models import attention_of, where_documents_are_found
 from lightning_automodel.distributed.sequence_rows import Rows, average_grad, gather_whole
-from lightning_automodel.loss.install import computes_loss, sum_loss_of_rows
+from lightning_automodel.loss.model_losses import computes_loss, sum_loss_of_rows
 from lightning_automodel.loss.row_logits import RowLogits
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
