@@ -75,12 +75,12 @@ def _is_of_ids(value: Tensor, logits: LinearRecipe) -> bool:
 
 
 def _add(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Take a bias for each id, which may learn, as one of the head; add other constants as any elementwise function."""
+    """Take a bias for each id that learns as one of the head; add constants as any elementwise function."""
     logits, bias = args if len(args) == 2 and not kwargs else (None, None)
-    if not isinstance(logits, LinearRecipe) or not isinstance(bias, Tensor) or not _is_of_ids(bias, logits):
+    if not isinstance(logits, LinearRecipe) or not isinstance(bias, Tensor) or not bias.requires_grad:
         return _pointwise(func, args, kwargs)
-    if logits.operations or bias.dtype != logits.dtype:
-        return _pointwise(func, args, kwargs)
+    if logits.operations or not _is_of_ids(bias, logits) or bias.dtype != logits.dtype:
+        return NotImplemented
     group, rows = logits.shard.group, logits.weight.shape[0]
     part = (copy_in(bias, group) if group else bias).flatten().narrow(0, logits.shard.start, rows)
     return replace(logits, bias=part if logits.bias is None else logits.bias + part)

@@ -141,20 +141,34 @@ def test_losses_of_models_from_shards(pool2: Pool) -> None:
 
 
 def biases_that_learn() -> None:
-    """A whole tensor beside shards gets the gradient of all ids on every rank."""
+    """A whole bias beside shards, or beside deferred logits, gets the gradient of all ids on every rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    hidden, weight, labels = draw()
+    rows = weight.narrow(0, *shard_bounds(VOCABULARY, 2, mesh.get_local_rank()))
+    shards = join_shards(linear(hidden, rows), mesh, VOCABULARY)
+    found = []
+    for logits in (linear(hidden, weight), shards, deferred(hidden, rows, mesh.get_group())):
+        bias = torch.zeros(VOCABULARY, requires_grad=True)
+        cross_entropy(((logits + bias) + bias.detach()).flatten(0, 1), labels.flatten()).backward()
+        found.append(bias.grad)
+    torch.testing.assert_close(found[1:], [found[0]] * 2)
+
+
+def scales_that_learn() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     hidden, weight, labels = draw()
     rows = weight.narrow(0, *shard_bounds(VOCABULARY, 2, mesh.get_local_rank()))
     found = []
     for logits in (linear(hidden, weight), join_shards(linear(hidden, rows), mesh, VOCABULARY)):
-        bias, scale = torch.zeros(VOCABULARY, requires_grad=True), torch.ones(ROWS, 1, 1, requires_grad=True)
-        cross_entropy(((logits + bias) * scale).flatten(0, 1), labels.flatten()).backward()
-        found.append((bias.grad, scale.grad))
+        scale = torch.ones(ROWS, 1, 1, requires_grad=True)
+        cross_entropy((logits * scale).flatten(0, 1), labels.flatten()).backward()
+        found.append(scale.grad)
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_biases_that_learn_beside_shards(pool2: Pool) -> None:
-    pool2.run(biases_that_learn)
+@pytest.mark.parametrize("check", [biases_that_learn, scales_that_learn])
+def test_what_learns_beside_shards(check: Callable[[], None], pool2: Pool) -> None:
+    pool2.run(check)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
