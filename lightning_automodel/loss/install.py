@@ -47,8 +47,8 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches, *
     """Makes ``model``, and language models inside of it, compute their loss from what their heads give, in place.
 
     For classes whose forward pass calls ``self.loss_function``, where that is transformers' loss of causal models, or
-    the one without a shift, or which calls torch's cross entropy itself. Others (losses of their own, a
-    ``loss_function`` that the user set) stay as they are, with whole logits.
+    the one without a shift, or which calls torch's cross entropy, itself or in a layer around its head. Others (losses
+    of their own, a ``loss_function`` that the user set) stay as they are, with whole logits.
 
     Args:
         model: with what its plan has split.
@@ -68,7 +68,7 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches, *
             continue
         if (loss := replaced_loss(owner)) is not None:
             owner.loss_function = compiled_loss(loss, passes) if passes else loss
-        elif cuts_rows or not calls_cross_entropy(owner):
+        elif cuts_rows or not calls_cross_entropy(owner, _head_of(owner)):
             continue
         heads = _linear_heads(_head_of(owner))
         if deferred and any(map(_has_own_forward, heads)):
@@ -145,7 +145,7 @@ def _install_heads(owner: PreTrainedModel, heads: Sequence[nn.Linear], around: A
 def _enter_model(model: PreTrainedModel) -> Callable:
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     position = names.index("labels") if "labels" in names else len(names)
-    has_own = calls_cross_entropy(model)
+    has_own = calls_cross_entropy(model, _head_of(model))
 
     def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         labels = args[position] if len(args) > position else kwargs.get("labels")

@@ -132,13 +132,21 @@ def replaced_loss(model: PreTrainedModel) -> Callable[..., Tensor] | None:
     return found
 
 
-def calls_cross_entropy(model: nn.Module) -> bool:
-    """Tells whether the forward pass of ``model`` calls torch's cross entropy itself, as a function or a module."""
-    names = _names_in_forward(type(model))
-    if "loss_function" in names:
+def calls_cross_entropy(model: nn.Module, head: nn.Module) -> bool:
+    """Tells whether the forward pass of ``model``, or of a layer around its ``head``, calls torch's cross entropy, as a
+    function or a module.
+    """
+    if "loss_function" in _names_in_forward(type(model)):
         return False
+    parts = next((name for name, m in model.named_modules() if m is head), "").split(".")
+    around = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
+    return any(map(_names_cross_entropy, around))
+
+
+def _names_cross_entropy(module: nn.Module) -> bool:
+    names = _names_in_forward(type(module))
     return not names.isdisjoint({"cross_entropy", "CrossEntropyLoss"}) or any(
-        isinstance(child, nn.CrossEntropyLoss) and name in names for name, child in model.named_children()
+        isinstance(child, nn.CrossEntropyLoss) and name in names for name, child in module.named_children()
     )
 
 

@@ -267,7 +267,7 @@ def operations_that_mix_logits() -> None:
 
 
 def models_without_such_a_loss() -> None:
-    make(family="xlm", tp=1, chunked_loss=4)
+    make(family="prophetnet", tp=1, chunked_loss=4)
 
 
 def cross_entropy_of_rows() -> None:
@@ -320,7 +320,7 @@ def test_all_labels_ignored(config: dict[str, Any], tp: int, pool2: Pool) -> Non
     ("check", "message"),
     [
         (operations_that_mix_logits, "LlamaForCausalLM calls softmax on its logits.*use chunked_loss=None"),
-        (models_without_such_a_loss, "XLMWithLMHeadModel computes neither .*'s cross entropy from one linear head"),
+        (models_without_such_a_loss, "ProphetNetForCausalLM computes neither .*'s cross entropy from one linear head"),
         (cross_entropy_of_rows, r"BartForCausalLM .* \(under context parallelism: transformers' loss\)"),
         (
             heads_with_a_forward_of_their_own,

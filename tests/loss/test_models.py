@@ -20,7 +20,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0, "vocab_size": 131},
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
     "inkling2_text": {"unpadded_vocab_size": 101},
-    "bart": {},  # its own cross entropy, of logits with a bias
+    "bart": {},  # its own cross entropy
+    "xlm": {},  # that of a layer around the head
     "t5gemma2": {},  # an encoder and a decoder: labels are not shifted against the logits
 }
 CHUNKED = {"chunked_loss": 7}
