@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel import DDPConfig, DDPStrategy, FSDP2Config, parallelize
 from lightning_automodel.mesh import build_mesh, resolve_sizes
 from lightning_automodel.testing.pool import Nursery, Pool
+from tests.support.families import tiny_model
 from tests.support.layouts import LAYOUTS as LAYOUTS_OF_TRAINERS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
@@ -199,3 +200,24 @@ def test_replicas_go_on_where_some_buckets_were_reduced(field: str | None, pool2
     expected = fit("backward", SingleDeviceStrategy(torch.device("cpu")), 1, "first")
     found = pool2.run(fit_replicas, {} if field is None else {field: True}, trainer=True)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def notes_on_slices() -> list[list[str]]:
+    """What stands beside an error: where a block computes with a mask of all tokens, and where the stream is whole."""
+    model: Any = tiny_model("idefics")
+    parallelize(model, build_mesh(resolve_sizes(2, tp=2), "cpu"), FSDP2Config(sequence_parallel=True))
+    side, ids = model.config.vision_config.image_size, torch.randint(3, 100, (2, 8))
+    image = {"pixel_values": torch.rand(2, 1, 3, side, side), "image_attention_mask": torch.ones(2, 8, 1).long()}
+    notes = []
+    for given in (ids, ids.float()):
+        with pytest.raises(RuntimeError) as raised:
+            model(input_ids=given, **image)
+        notes.append(getattr(raised.value, "__notes__", []))
+    return notes
+
+
+def test_an_error_in_a_cut_stream_says_so(pool2: Pool) -> None:
+    for cut, other in pool2.run(notes_on_slices):
+        assert len(cut) == 1
+        assert "has cut the stream of 8 tokens" in cut[0]
+        assert other == []

@@ -12,6 +12,7 @@ because the stream is cut at the first block and not at the embedding. The state
 """
 
 import inspect
+import sys
 from collections.abc import Collection
 from functools import partial
 from itertools import starmap, zip_longest
@@ -70,6 +71,7 @@ def install_sequence_parallel(
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_hook(partial(_gather_recorded, group))
+            module.register_forward_hook(partial(_tell_of_slices, list(streams.values())), always_call=True)
     return streams
 
 
@@ -282,6 +284,17 @@ class ChildOnStream(SharedByCopies):
 
     def _cut_flat(self, value: Tensor) -> Tensor:
         return self._cut(self.stream.unflatten(value, whole=True)).flatten(0, 1)
+
+
+def _tell_of_slices(streams: list[Stream], model: nn.Module, args: tuple, output: Any) -> None:
+    """Add to an error in the code of blocks what it may come from, where their stream was cut."""
+    error, stream = sys.exception(), next((s for s in streams if s.running and s.length), None)
+    if isinstance(error, RuntimeError) and stream:
+        stream.running = False
+        error.add_note(
+            f"sequence parallelism has cut the stream of {stream.length} tokens, and values of all tokens that the "
+            "code of a block computes with do not fit to a slice; use sequence_parallel=False"
+        )
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
