@@ -173,6 +173,17 @@ class Tabled(FeedForward):
         return self.down(self.up(x) + x.new_ones(INNER))
 
 
+class Scaled(FeedForward):
+    """It has a number of its own for each feature, of which the plan says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.ones(INNER))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.factors[None])
+
+
 class OverTokens(FeedForward):
     """The same over the tokens, of which every rank has all."""
 
@@ -225,6 +236,7 @@ def build(kind: type[FeedForward]) -> nn.Module:
 
 SUMS = {kind: PLAN for kind in (FeedForward, NormInside, Gated, TwoSums, Uncalled, Between, OverTokens)} | {
     Composed: {**PLAN, "blocks.*.ffn.delta": "colwise"},
+    Scaled: {**PLAN, "blocks.*.ffn.factors": "colwise"},
     Bare: BARE,
 }
 NO_SUMS = {
@@ -244,6 +256,7 @@ ACROSS = {
     Soft: "softmax computes across features",
     Normed: "norm computes across features",
     Tabled: "add cannot be computed on a rank's part (The size of tensor a",
+    Scaled: "mul cannot be computed on a rank's part (The size of tensor a",
 }
 
 
@@ -296,6 +309,8 @@ def test_what_is_no_sum_is_refused(pool2: Pool) -> None:
         for kind, what in ACROSS.items():
             problem = f"blocks.0.ffn ({kind.__name__}) is split over the tp ranks, and {what}"
             assert problem in found[kind.__name__], kind
+            has_vector = "a rule 'colwise' (blocks.*.ffn.factors). Else leave the module whole" in found[kind.__name__]
+            assert has_vector == (kind is Scaled)
 
 
 def test_what_moves_elements_or_multiplies_by_a_whole_matrix_keeps_a_term() -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.plans.linearity import tensors
-from lightning_automodel.plans.selection import layers_of
+from lightning_automodel.plans.selection import layers_of, wildcard
 
 _CUT = "_features_are_cut"
 _ALONE = {
@@ -87,17 +87,27 @@ class CutFeatures(TorchFunctionMode):
         except (RuntimeError, IndexError) as error:
             if type(error) not in (RuntimeError, IndexError):  # memory, a collective
                 raise
-            raise ValueError(self._message(name, f"cannot be computed on a rank's part ({error})")) from error
+            problem = f"cannot be computed on a rank's part ({error})"
+            rule = self._rule_for_vectors(list(tensors((args, kwargs))))
+            raise ValueError(self._message(name, problem, rule)) from error
         if cut is not None and name in _ALONE and isinstance(output, Tensor) and output.shape[-1:] == cut.shape[-1:]:
             setattr(output, _CUT, True)
         return output
 
-    def _message(self, name: str, problem: str) -> str:
+    def _message(self, name: str, problem: str, way_out: str = "") -> str:
         return (
             f"{self._name} ({type(self._module).__name__}) is split over the tp ranks, and {name.strip('_')} "
-            f"{problem}. Leave the module whole, with a rule 'replicate' for each of its layers "
-            f"({layers_of(self._name, self._module)}) in FSDP2Config(tp_plan={{'extends': 'model', ...}}), or use tp=1"
+            f"{problem}. {way_out}{'Else leave' if way_out else 'Leave'} the module whole, with a rule 'replicate' for "
+            f"each of its layers ({layers_of(self._name, self._module)}) in "
+            "FSDP2Config(tp_plan={'extends': 'model', ...}), or use tp=1"
         )
+
+    def _rule_for_vectors(self, operands: list[Tensor]) -> str:
+        """Propose a rule for vectors of the module that are among ``operands``, or seen in another shape there."""
+        vectors = {n: p for n, p in self._module.named_parameters(recurse=False) if p.ndim == 1}
+        met = [n for n, p in vectors.items() if any(x is p or x._base is p for x in operands)]
+        names = ", ".join(dict.fromkeys(wildcard(f"{self._name}.{name}") for name in met))
+        return f"Give what has a number for each head or feature a rule 'colwise' ({names}). " if names else ""
 
 
 def _mark_output(member: nn.Module, args: tuple, output: Any) -> None:
