@@ -39,19 +39,20 @@ def _cross_entropy(
 def _getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Pick positions, or the first ids, ``logits[..., :n]``: what follows only pads the vocabulary."""
     logits, key = args
-    limit = _limit_of(key) if isinstance(logits, LinearRecipe) and logits.is_at(-1) else None
+    limit = _limit_of(key, logits.local.ndim) if isinstance(logits, LinearRecipe) and logits.is_at(-1) else None
     if limit is None:
         return MOVES["__getitem__"](func, args, kwargs)
     width = max(0, limit - logits.shard.start)
     return logits.followed_by(lambda x: x[..., :width], size=min(limit, logits.size))
 
 
-def _limit_of(key: Any) -> int | None:
+def _limit_of(key: Any, ndim: int) -> int | None:
     if not isinstance(key, tuple):
         return None
     *rest, last = key
     whole = all(index is Ellipsis or (isinstance(index, slice) and index == slice(None)) for index in rest)
-    first = whole and isinstance(last, slice) and last.start is None and last.step is None
+    is_of_ids = whole and (Ellipsis in rest or len(key) == ndim)
+    first = is_of_ids and isinstance(last, slice) and last.start is None and last.step is None
     return last.stop if first and isinstance(last.stop, int) and last.stop >= 0 else None
 
 
@@ -101,7 +102,7 @@ def _repeat(func: Callable, args: tuple, kwargs: dict[str, Any], start: int) -> 
             if value is _Place:
                 return logits
             is_of_ids = isinstance(value, Tensor) and value.numel() > 1
-            return value.narrow(0, start, logits.shape[-1]) if is_of_ids else value
+            return value[start:][: logits.shape[-1]] if is_of_ids else value  # none, where others hold the first ids
 
         operands, named = tree_map(beside, (args, kwargs))
         return func(*operands, **named)

@@ -88,6 +88,19 @@ def of_first_ids(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.reshape(-1, 5), labels.reshape(-1))
 
 
+def of_first_positions(logits: Tensor, labels: Tensor) -> Tensor:
+    """The second of three dimensions is not the vocabulary, however many ids there are."""
+    return cross_entropy(logits[:, :LENGTH].transpose(1, 2), labels) + cross_entropy(
+        logits[:, :5].flatten(0, 1), labels[:, :5].flatten()
+    )
+
+
+def of_few_ids(logits: Tensor, labels: Tensor) -> Tensor:
+    """The second of two ranks holds none of them."""
+    logits = logits[..., :4] * torch.linspace(1, 2, 4)
+    return cross_entropy(logits.reshape(-1, 4), labels.clamp(max=3).reshape(-1))
+
+
 def of_one_row(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits[1], labels[1]) + cross_entropy(input=logits[2, 3], target=labels[2, 3].clamp(min=0))
 
@@ -105,6 +118,7 @@ def of_no_label(logits: Tensor, labels: Tensor) -> Tensor:
 LOSSES: list[Loss] = [
     *(shifted, of_a_mask, transposed, permuted, with_bias_of_ids),
     *(soft_capped, of_first_ids, of_one_row, by_sizes, of_no_label),
+    *(of_first_positions, of_few_ids),
 ]
 
 
