@@ -114,7 +114,7 @@ def _reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not isinstance(logits, CutLogits) or is_whole or logits.dim != logits.local.ndim - 1:
         return NotImplemented
     shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
-    if not shape or shape[-1] != logits.size or shape.numel() == 0:
+    if not shape or shape[-1] != logits.size or logits.size == 0:
         return NotImplemented
     local = logits.local.reshape(*shape[:-1], logits.local.shape[-1])
     return replace(logits, local=local, dim=len(shape) - 1)

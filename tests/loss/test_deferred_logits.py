@@ -101,6 +101,12 @@ def of_few_ids(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.reshape(-1, 4), labels.clamp(max=3).reshape(-1))
 
 
+def of_no_position(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = labels > VOCABULARY
+    none = cross_entropy(logits[mask].view(-1, VOCABULARY), labels[mask].view(-1), reduction="sum")
+    return none + cross_entropy(logits.transpose(1, 2), labels)
+
+
 def of_one_row(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits[1], labels[1]) + cross_entropy(input=logits[2, 3], target=labels[2, 3].clamp(min=0))
 
@@ -118,7 +124,7 @@ def of_no_label(logits: Tensor, labels: Tensor) -> Tensor:
 LOSSES: list[Loss] = [
     *(shifted, of_a_mask, transposed, permuted, with_bias_of_ids),
     *(soft_capped, of_first_ids, of_one_row, by_sizes, of_no_label),
-    *(of_first_positions, of_few_ids),
+    *(of_first_positions, of_few_ids, of_no_position),
 ]
 
 
