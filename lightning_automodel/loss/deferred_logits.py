@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map_only
@@ -33,7 +34,8 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def from_recipe(recipe: LinearRecipe) -> "DeferredLogits":
-        """Make deferred logits of a ``recipe``."""
+        """Make deferred logits of a ``recipe``: constants, where no gradients are recorded."""
+        recipe = recipe if torch.is_grad_enabled() else recipe.detached()
         element = recipe.local.detach().new_full((), math.nan, dtype=recipe.dtype)
         deferred = element.expand(recipe.shape).as_subclass(DeferredLogits)
         deferred.recipe = recipe

@@ -47,6 +47,11 @@ class LinearRecipe(CutLogits):
         """Add an ``operation``, and what it ``changes``: ``size``, ``dtype``."""
         return replace(self, operations=(*self.operations, operation), **changes)
 
+    def detached(self) -> Self:
+        """Take the same logits as constants, as torch does with what is computed without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, local=self.local.detach(), weight=self.weight.detach(), bias=bias)
+
     def loss_sum(self, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
         """Sums the losses of ``targets``, one for each position in order, chunk by chunk: a scalar in float32."""
         hidden, targets = self.last().reshape(-1, self.local.shape[self.dim]), targets.reshape(-1)

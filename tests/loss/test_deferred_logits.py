@@ -107,6 +107,12 @@ def of_no_position(logits: Tensor, labels: Tensor) -> Tensor:
     return none + cross_entropy(logits.transpose(1, 2), labels)
 
 
+def beside_constants(logits: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        halved = logits / 2
+    return cross_entropy(halved.mT, labels) * cross_entropy(logits.mT, labels)
+
+
 def of_one_row(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits[1], labels[1]) + cross_entropy(input=logits[2, 3], target=labels[2, 3].clamp(min=0))
 
@@ -124,7 +130,7 @@ def of_no_label(logits: Tensor, labels: Tensor) -> Tensor:
 LOSSES: list[Loss] = [
     *(shifted, of_a_mask, transposed, permuted, with_bias_of_ids),
     *(soft_capped, of_first_ids, of_one_row, by_sizes, of_no_label),
-    *(of_first_positions, of_few_ids, of_no_position),
+    *(of_first_positions, of_few_ids, of_no_position, beside_constants),
 ]
 
 
