@@ -9,7 +9,7 @@ A model that is called without labels returns whole logits, so a loss that a use
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,17 +143,28 @@ def _install_heads(owner: PreTrainedModel, heads: Sequence[nn.Linear], around: A
 
 
 def _enter_model(model: PreTrainedModel) -> Callable:
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    position = names.index("labels") if "labels" in names else len(names)
+    position = _position_of_labels(type(model))
     has_own = calls_cross_entropy(model, _head_of(model))
 
     def hook(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
-        labels = args[position] if len(args) > position else kwargs.get("labels")
+        labels = kwargs.get("labels") if position is None or len(args) <= position else args[position]
         has_labels = labels is not None and (has_own or computes_loss(model))
         head = _head_of(model)
         _calls(head).append(has_labels or _has_labels(head))
 
     return hook
+
+
+def _position_of_labels(kind: type[nn.Module]) -> int | None:
+    """Find which argument of the forward pass the labels are; it may hand on all of them, ``*args``, to its base."""
+    for base in (c for c in kind.__mro__ if "forward" in vars(c)):
+        parameters = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]
+        at = next((i for i, p in enumerate(parameters) if p.name == "labels"), None)
+        if at is not None:
+            return None if parameters[at].kind is inspect.Parameter.KEYWORD_ONLY else at
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            break
+    return None
 
 
 def _calls(head: nn.Module) -> list[bool]:
@@ -178,7 +189,10 @@ def _leave_model(model: PreTrainedModel, args: tuple, output: Any) -> Any:
         return output
     if isinstance(output, tuple):
         return tuple(None if isinstance(x, DeferredLogits) else x for x in output)
-    if isinstance(getattr(output, "logits", None), DeferredLogits):
+    if isinstance(output, MutableMapping):  # of transformers, too
+        for name in [name for name, value in output.items() if isinstance(value, DeferredLogits)]:
+            output[name] = None
+    elif isinstance(getattr(output, "logits", None), DeferredLogits):
         output.logits = None
     return output
 

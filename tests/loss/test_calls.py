@@ -109,6 +109,8 @@ def chunked_returns_no_logits() -> None:
     output = model(ids, labels=ids)
     assert output.logits is None
     torch.testing.assert_close(output.loss, reference(ids, labels=ids).loss)
+    assert output["logits"] is None
+    assert output.to_tuple()[1] is None
     assert model(ids, labels=ids, return_dict=False)[1] is None
     torch.testing.assert_close(model(ids).logits, reference(ids).logits)
     with torch.no_grad():
@@ -162,6 +164,20 @@ class Derived(LlamaForCausalLM):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
+
+
+def arguments_that_are_handed_on() -> None:
+    """The third of them is not the labels."""
+    reference, ids = tiny_model("llama", **LLAMA), text()
+    position = list(inspect.signature(reference.forward).parameters).index("labels")
+    reference.__class__ = Derived
+    model = parallelize(
+        copy.deepcopy(reference), build_mesh(resolve_sizes(2, tp=2), "cpu"), FSDP2Config(chunked_loss=4)
+    )
+    arguments = ids, torch.ones_like(ids), torch.arange(10).expand(2, -1)
+    torch.testing.assert_close(*(m(*arguments).logits for m in (model, reference)))
+    assert_same_step(model, reference, ids, *[None] * (position - 1), ids)
+    assert model(ids, *[None] * (position - 1), ids).logits is None
 
 
 class Own(Shifting):
@@ -295,6 +311,7 @@ def heads_with_a_forward_of_their_own() -> None:
         losses_of_users,
         losses_that_need_whole_logits,
         chunked_returns_no_logits,
+        arguments_that_are_handed_on,
         loss_functions_of_users,
         pytest.param(compiled_blocks, marks=pytest.mark.long),
         compiled_function,
