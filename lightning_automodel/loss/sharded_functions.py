@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map, tree_map_only
 from lightning_automodel.distributed.collectives import copy_in
@@ -62,7 +63,7 @@ def _logsumexp(logits: LogitShard, dim: Any, keepdim: bool = False) -> Any:
     if not logits.is_at(dim):
         return NotImplemented
     largest, rest = logits.log_sum(logits.last().to(wide(logits.local)))
-    result = (largest + rest).to(logits.local.dtype).movedim(-1, logits.dim)
+    result = (largest + rest).to(_dtype_of(torch.logsumexp, logits)).movedim(-1, logits.dim)
     return result if keepdim else result.squeeze(logits.dim)
 
 
@@ -74,7 +75,7 @@ def _log_softmax(logits: LogitShard, dim: Any = None, _stacklevel: int = 3, dtyp
         dtype = _stacklevel
     if not logits.is_at(dim):
         return NotImplemented
-    dtype = dtype or logits.local.dtype
+    dtype = dtype or _dtype_of(torch.log_softmax, logits)
     values = logits.last().to(torch.promote_types(dtype, wide(logits.local)))
     largest, rest = logits.log_sum(values)
     return logits.with_last((values - largest - copy_in(rest, logits.mesh.get_group())).to(dtype))
@@ -83,7 +84,7 @@ def _log_softmax(logits: LogitShard, dim: Any = None, _stacklevel: int = 3, dtyp
 def _softmax(logits: LogitShard, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     if isinstance(_stacklevel, torch.dtype):
         dtype = _stacklevel
-    dtype = dtype or logits.local.dtype
+    dtype = dtype or _dtype_of(torch.softmax, logits)
     logs = _log_softmax(logits, dim, dtype=torch.promote_types(dtype, wide(logits.local)))
     return logs if logs is NotImplemented else replace(logs, local=logs.local.exp().to(dtype))
 
@@ -125,7 +126,17 @@ def _nll_loss(
     check_targets(target, logits.size, ignore_index)
     counts = target != ignore_index
     picked = logits.pick(target.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
+    picked = picked.to(_dtype_of(functional.nll_loss, logits, target.new_zeros(1)))
     return _reduced((-picked).masked_fill(~counts, 0), counts, reduction)
+
+
+def _dtype_of(function: Callable, logits: LogitShard, argument: Any = -1) -> torch.dtype:
+    """Find the dtype of what ``function`` of torch gives, which is wider than the logits' in some of them under
+    autocast.
+    """
+    local = logits.local
+    is_cast = torch.is_autocast_enabled(local.device.type)
+    return function(local.new_zeros(1, 1), argument).dtype if is_cast else local.dtype
 
 
 def _reduced(losses: Tensor, counts: Tensor, reduction: str) -> Any:

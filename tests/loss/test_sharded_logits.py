@@ -248,6 +248,24 @@ def test_gradients_are_those_of_whole_logits(pool2: Pool) -> None:
         assert {name: right for name, right in found.items() if not all(right)} == {}
 
 
+def dtypes_under_autocast() -> None:
+    """Runs on each rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = numbers().bfloat16()
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for logits in (whole, cut(whole, mesh)):
+            logs = logits.log_softmax(-1)
+            losses = [F.nll_loss(logs.mT, LABELS, reduction=reduction) for reduction in ("mean", "sum", "none")]
+            found.append([*losses, logits.softmax(-1).dtype, logits.logsumexp(-1).dtype, logs.dtype])
+    torch.testing.assert_close(found[1][:3], found[0][:3], rtol=1e-2, atol=0)
+    assert found[1][3:] == found[0][3:]
+
+
+def test_dtypes_under_autocast(pool2: Pool) -> None:
+    pool2.run(dtypes_under_autocast)
+
+
 def accuracy() -> tuple[int, int, str, bool]:
     """Runs on each rank: a masked accuracy as users write it."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
