@@ -23,7 +23,13 @@ from lightning_automodel.distributed.logs import log
 from lightning_automodel.loss.deferred_logits import DeferredLogits
 from lightning_automodel.loss.kernels import check_kernel
 from lightning_automodel.loss.linear_recipe import LinearRecipe
-from lightning_automodel.loss.model_losses import calls_cross_entropy, compiled_loss, computes_loss, replaced_loss
+from lightning_automodel.loss.model_losses import (
+    calls_cross_entropy,
+    compiled_loss,
+    computes_loss,
+    may_change_logits,
+    replaced_loss,
+)
 from lightning_automodel.loss.passes import Passes, passes_for
 from lightning_automodel.loss.sharded_logits import join_shards
 from lightning_automodel.loss.vocab_parallel import VocabShard
@@ -68,7 +74,7 @@ def install_loss(model: nn.Module, tp_mesh: DeviceMesh, config: StageSwitches, *
             continue
         if (loss := replaced_loss(owner)) is not None:
             owner.loss_function = compiled_loss(loss, passes) if passes else loss
-        elif cuts_rows or not calls_cross_entropy(owner, _head_of(owner)):
+        elif cuts_rows or not _takes_cut_logits(owner, deferred):
             continue
         heads = _linear_heads(_head_of(owner))
         if deferred and any(map(_has_own_forward, heads)):
@@ -99,6 +105,12 @@ def _no_head(model: nn.Module, cuts_rows: bool) -> str:
         f"needs; {way_out}use "
         "chunked_loss=None and loss_kernel='torch'"
     )
+
+
+def _takes_cut_logits(model: PreTrainedModel, deferred: bool) -> bool:
+    """Tell whether the code of ``model`` computes cross entropy itself, and changes no logits in place."""
+    head = _head_of(model)
+    return calls_cross_entropy(model, head) and (deferred or not may_change_logits(model, head))
 
 
 def _head_of(model: PreTrainedModel) -> Any:

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from lightning_automodel.distributed.sequence_rows import Rows, sum_parts
 from lightning_automodel.loss.deferred_logits import DeferredLogits
 from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets, flat_losses, next_tokens
 from lightning_automodel.loss.passes import Passes
-from lightning_automodel.modules.reachable_code import names_in
+from lightning_automodel.modules.reachable_code import may_change_tensors, names_in
 from lightning_automodel.modules.structure import class_names
 
 _WHOLE_LOSS = "_loss_of_whole_sequences"
@@ -138,9 +139,18 @@ def calls_cross_entropy(model: nn.Module, head: nn.Module) -> bool:
     """
     if "loss_function" in _names_in_forward(type(model)):
         return False
+    return any(map(_names_cross_entropy, _around(head, model)))
+
+
+def may_change_logits(model: nn.Module, head: nn.Module) -> bool:
+    """Tells whether the forward pass of ``model``, or of a layer around its ``head``, changes tensors in place."""
+    return any(may_change_tensors(code) for module in _around(head, model) for code in _codes_of_forward(type(module)))
+
+
+def _around(head: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
+    """Walk from ``model`` through the layers inside of it to what holds the ``head``."""
     parts = next((name for name, m in model.named_modules() if m is head), "").split(".")
-    around = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
-    return any(map(_names_cross_entropy, around))
+    yield from (model.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
 
 
 def _names_cross_entropy(module: nn.Module) -> bool:
@@ -152,14 +162,16 @@ def _names_cross_entropy(module: nn.Module) -> bool:
 
 def _names_in_forward(kind: type[nn.Module]) -> set[str]:
     """List what the forward pass of a class names, and that of its bases where it calls theirs."""
-    found: set[str] = set()
+    return set().union(*map(names_in, _codes_of_forward(kind)))
+
+
+def _codes_of_forward(kind: type[nn.Module]) -> Iterator[CodeType]:
     for base in kind.__mro__:
         if "forward" in vars(base):
-            names = names_in(inspect.unwrap(vars(base)["forward"]).__code__)
-            found |= names
-            if "super" not in names:
+            code = inspect.unwrap(vars(base)["forward"]).__code__
+            yield code
+            if "super" not in code.co_names:
                 break
-    return found
 
 
 def compiled_loss(function: Callable[..., Tensor], passes: Passes) -> Callable[..., Tensor]:

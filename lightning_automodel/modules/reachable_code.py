@@ -36,6 +36,23 @@ def attributes_of(owners: Collection[str], code: CodeType) -> set[str]:
     return found.union(*(attributes_of(owners, part) for part in inner))
 
 
+def may_change_tensors(code: CodeType) -> bool:
+    """Tell whether ``code`` has what changes a tensor in place: ``x *= 2``, ``x[0] = 1``, ``x.mul_(2)``.
+
+    ``n += 1`` looks alike; what is stored under a word is an entry of a dict.
+    """
+    before = None
+    for i in dis.get_instructions(code):
+        is_word = before is not None and before.opname == "LOAD_CONST" and isinstance(before.argval, str)
+        name = i.argval if i.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""
+        if (i.opname == "STORE_SUBSCR" and not is_word) or (i.opname == "BINARY_OP" and i.argrepr.endswith("=")):
+            return True
+        if name.endswith("_") and not name.endswith("__"):
+            return True
+        before = i
+    return any(may_change_tensors(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+
+
 def names_in_code(module: nn.Module) -> set[str]:
     """List attributes and functions named in the methods of a module's class, its constructor apart."""
     return {name for code in codes_of_methods(type(module)) for name in names_in(code)}

@@ -189,6 +189,24 @@ class Own(Shifting):
         return output
 
 
+class Changing(LlamaForCausalLM):
+    """Changes its logits in place, as code of MPT does: shards refuse that, so they are whole."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        logits *= 0.5
+        logits[..., 3] = -1.0
+        loss = None if labels is None else cross_entropy(logits.mT, labels)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def changed_in_place() -> None:
+    reference, mesh = tiny_model("llama", **LLAMA), build_mesh(resolve_sizes(2, tp=2), "cpu")
+    reference.__class__ = Changing
+    assert_same_step(parallelize(copy.deepcopy(reference), mesh), reference, input_ids=text(), labels=text())
+    parallelize(reference, mesh, FSDP2Config(chunked_loss=4))(text(), labels=text())
+
+
 def losses_in_the_code_of_a_model(kind: type[LlamaForCausalLM], config: dict[str, Any]) -> None:
     reference, mesh = tiny_model("llama", **LLAMA), build_mesh(resolve_sizes(2, tp=2), "cpu")
     reference.__class__ = kind
@@ -338,6 +356,7 @@ def test_all_labels_ignored(config: dict[str, Any], tp: int, pool2: Pool) -> Non
     [
         (operations_that_mix_logits, "LlamaForCausalLM calls softmax on its logits.*use chunked_loss=None"),
         (models_without_such_a_loss, "ProphetNetForCausalLM computes neither .*'s cross entropy from one linear head"),
+        (changed_in_place, "Changing calls mul_ on its logits"),
         (cross_entropy_of_rows, r"BartForCausalLM .* \(under context parallelism: transformers' loss\)"),
         (
             heads_with_a_forward_of_their_own,
