@@ -307,6 +307,7 @@ def played_one_by_one(model: PreTrainedConfig, run: Run, rows: tuple[int, ...]) 
     return sorted((one for one in found if one.fits), key=lambda one: -one.estimate.speed)
 
 
+@pytest.mark.timeout(600)  # alone less than a minute
 @pytest.mark.parametrize(
     ("family", "world", "checkpointing", "rows"),
     [
