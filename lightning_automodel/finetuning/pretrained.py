@@ -216,16 +216,21 @@ def find_config(name: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:
+    refuse_encoder_decoder(name, config)
     kind = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"model={name!r} is an encoder-decoder ({kind}); CausalLM trains decoders. Build it in a LightningModule "
-            "of your own, with AutoModelForSeq2SeqLM: the strategies take it as it is"
-        )
     has_code = auto_class.__name__ in getattr(config, "auto_map", {})
     if not has_code and type(config) not in known:
         raise ValueError(
             f"model={name!r} ({kind}) is none that {auto_class.__name__} loads; build it in a LightningModule of yours"
+        )
+
+
+def refuse_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
+    """Check that ``CausalLM`` trains the model ``name``: of encoder-decoders some have a class of the decoder alone."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model={name!r} is an encoder-decoder ({type(config).__name__}); CausalLM trains decoders. Build it in a "
+            "LightningModule of your own, with AutoModelForSeq2SeqLM: the strategies take it as it is"
         )
 
 

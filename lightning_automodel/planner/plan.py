@@ -22,7 +22,7 @@ from lightning_automodel.finetuning.adapters import (
     refuse_saved_prompt,
     report_trainable,
 )
-from lightning_automodel.finetuning.pretrained import Pretrained
+from lightning_automodel.finetuning.pretrained import Pretrained, refuse_encoder_decoder
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.structure import keep_no_cache, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
@@ -133,6 +133,7 @@ def build(model: str | PathLike[str] | PreTrainedConfig, peft: Any = None, froze
     if isinstance(model, str | PathLike):
         found = Pretrained.of(model)
         config, peft = found.find_config({}), found.added(peft)
+        refuse_encoder_decoder(found.model, config)
     else:
         config = model
     refuse_saved_prompt(peft)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import yaml
-from transformers import PreTrainedConfig, ViTConfig
+from transformers import BartConfig, PreTrainedConfig, ViTConfig
 
 from lightning_automodel import FSDP2Config
 from lightning_automodel.cli import main
@@ -278,6 +278,13 @@ def test_an_interruption_is_one_line(
 def test_models_that_write_no_text_are_named() -> None:
     with pytest.raises(ValueError, match="ViTConfig"):
         build(ViTConfig())
+
+
+def test_what_a_run_would_refuse_is_not_planned(tmp_path: Path) -> None:
+    """Bart's decoder has a class of its own, which was planned in the place of both."""
+    BartConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is an encoder-decoder \(BartConfig\); CausalLM trains decoders"):
+        build(tmp_path)
 
 
 @pytest.mark.slow
