@@ -22,7 +22,7 @@ from lightning_automodel._compat.torch.modules import own_children
 from lightning_automodel.modules.forward import arguments_of
 from lightning_automodel.modules.heads import BIASES_OF_HEADS, KEY_VALUE_HEADS, count_in_config, counts_of, heads_of
 from lightning_automodel.modules.matrices import Matrix, in_features, out_features
-from lightning_automodel.modules.reachable_code import codes_of_methods
+from lightning_automodel.modules.reachable_code import attributes_of, codes_of_methods
 from lightning_automodel.modules.structure import (
     class_names,
     find_blocks,
@@ -66,6 +66,8 @@ def conventional_plan(model: nn.Module, named: Iterable[str] = ()) -> dict[str, 
             if prefix in around or _is_named(prefix, named):
                 continue
             for found in _found_in(holder, width):
+                if _is_read_by_a_wrapper(block, inner, found):
+                    continue
                 if any(places[id(table.weight)] > 1 for table in found.tables_of_heads().values()):
                     continue  # another module looks all heads up in it (UDOP)
                 styles = {f"{prefix}.{layer}" if layer else prefix: style for layer, style in found.styles().items()}
@@ -88,6 +90,18 @@ def blocks_to_plan(model: nn.Module, named: Iterable[str]) -> dict[str, nn.Modul
 def _is_named(name: str, named: set[str]) -> bool:
     """Tell whether a module or one around it is among those ``named``."""
     return name in named or not named.isdisjoint(names_around([name]))
+
+
+def _is_read_by_a_wrapper(block: nn.Module, inner: str, found: "_Found") -> bool:
+    """Tell whether what somebody put around a holder (peft's adaption prompts) calls the layers in it by itself."""
+    if not inner:
+        return False
+    outer, _, name = inner.rpartition(".")
+    kind = type(block.get_submodule(outer))
+    if kind.__module__.partition(".")[0] in ("torch", "transformers"):
+        return False
+    members = {layer.partition(".")[0] for layer in (*found.pair.columns, found.pair.row)}
+    return any(not members.isdisjoint(attributes_of({name}, code)) for code in codes_of_methods(kind))
 
 
 # ---- a pair ----------------------------------------------------------------------------------------------------------

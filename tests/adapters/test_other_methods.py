@@ -19,7 +19,6 @@ from lightning_automodel.testing.pool import Pool
 from tests.adapters.test_configure_model import BOUND, Adapted, error, lora
 from tests.support.families import tiny_model
 from tests.support.layouts import LAYOUTS
-from tests.support.marks import with_long
 from tests.support.training import batches, make_trainer, tiny_llama, whole
 
 PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
@@ -104,7 +103,7 @@ def outcomes(layout: str, directory: Path, methods: Iterable[str] = tuple(CONFIG
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", with_long(RIGHT, "fsdp2-tp2"))
+@pytest.mark.parametrize("layout", RIGHT)
 def test_right_or_refused(layout: str, tmp_path: Path, pool2: Pool) -> None:
     tiny_llama(tied=False).save_pretrained(tmp_path)
     for found in pool2.run(outcomes, layout, tmp_path, trainer=True):
