@@ -115,8 +115,9 @@ def test_the_levers_of_a_run() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_another_process_answers() -> None:
-    found = ask(QUESTION, 110)
+    found = ask(QUESTION, 380)
     assert len(found.levers) >= 3
     assert found.levers == sorted(found.levers, key=lambda lever: lever.peak)
 
