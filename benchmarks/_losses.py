@@ -48,7 +48,7 @@ def plain(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def whole(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Ours, of whole logits."""
-    from lightning_automodel.loss.install import causal_lm_loss
+    from lightning_automodel.loss.model_losses import causal_lm_loss
 
     return causal_lm_loss(linear(hidden, weight), labels, task.vocabulary)
 
@@ -58,7 +58,7 @@ def cut(task: Task, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     from torch.distributed.device_mesh import init_device_mesh
 
     from lightning_automodel.distributed.collectives import copy_in
-    from lightning_automodel.loss.install import causal_lm_loss
+    from lightning_automodel.loss.model_losses import causal_lm_loss
     from lightning_automodel.loss.sharded_logits import join_shards
 
     mesh, group = init_device_mesh(task.device, (task.ranks,)), dist.group.WORLD
