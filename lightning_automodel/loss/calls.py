@@ -3,20 +3,8 @@
 from collections.abc import Callable
 
 DESCRIPTIONS = {
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "data",
-        "size",
-        "dim",
-    ),
+    *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "data"),
+    *("size", "dim"),
     *("ndimension", "numel", "nelement", "stride", "element_size", "itemsize", "nbytes", "is_floating_point"),
     *("is_complex", "is_signed", "is_contiguous", "get_device", "requires_grad_", "retain_grad", "retains_grad"),
     *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_inference", "is_conj", "is_neg"),

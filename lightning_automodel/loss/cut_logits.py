@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_automodel._compat.torch.pytree import tree_leaves
+from lightning_automodel.loss.functional import IGNORE_INDEX
 
 Function = Callable[..., Any]
 
@@ -74,15 +75,31 @@ def bound(function: Function) -> Function:
     return call
 
 
+def cross_entropy_by(compute: Function) -> Function:
+    """Make ``compute(logits, target, ignore_index, reduction, label_smoothing)`` torch's cross entropy of class ids."""
+
+    def cross_entropy(
+        logits: CutLogits,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        if target.is_floating_point() or not is_plain_loss(logits, weight, size_average, reduce):
+            return NotImplemented
+        if target.shape != logits.last().shape[:-1]:
+            raise ValueError(f"targets {list(target.shape)} do not fit to logits {list(logits.shape)}")
+        return compute(logits, target, ignore_index, reduction, label_smoothing)
+
+    return bound(cross_entropy)
+
+
 def is_plain_loss(logits: CutLogits, *rare: Any) -> bool:
     """Tell whether the vocabulary stands where torch's losses expect it, and no rare argument is given."""
     return all(x is None for x in rare) and logits.dim == (1 if logits.local.ndim > 1 else 0)
-
-
-def check_target_shape(logits: CutLogits, target: Tensor) -> None:
-    """Tell by an error if there is not one target for each position."""
-    if target.shape != logits.last().shape[:-1]:
-        raise ValueError(f"targets {list(target.shape)} do not fit to logits {list(logits.shape)}")
 
 
 def _views(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

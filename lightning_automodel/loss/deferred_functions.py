@@ -12,28 +12,18 @@ from torch import Tensor
 
 from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map
 from lightning_automodel.distributed.collectives import copy_in
-from lightning_automodel.loss.cut_logits import MOVES, POINTWISE, bound, check_target_shape, is_plain_loss
-from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets
+from lightning_automodel.loss.cut_logits import MOVES, POINTWISE, cross_entropy_by
+from lightning_automodel.loss.functional import count_targets
 from lightning_automodel.loss.linear_recipe import LinearRecipe, Operation
 
 
 def _cross_entropy(
-    logits: LinearRecipe,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    logits: LinearRecipe, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Any:
-    """Compute torch's cross entropy of class ids, summed or averaged; a mean over no label is 0, as everywhere here."""
-    is_plain = is_plain_loss(logits, weight, size_average, reduce) and not target.is_floating_point()
-    if not is_plain or reduction not in ("mean", "sum"):
+    if reduction not in ("mean", "sum"):
         return NotImplemented
-    check_target_shape(logits, target)
     total = logits.loss_sum(target, ignore_index, label_smoothing)
-    return total if reduction == "sum" else total / count_targets(target, ignore_index)
+    return total if reduction == "sum" else total / count_targets(target, ignore_index)  # 0 where no label counts
 
 
 def _getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -117,7 +107,7 @@ def _kept(value: Any) -> Any:
 
 
 FUNCTIONS: dict[str, Callable[[Callable, tuple, dict[str, Any]], Any]] = {
-    "cross_entropy": bound(_cross_entropy),
+    "cross_entropy": cross_entropy_by(_cross_entropy),
     **MOVES,
     "__getitem__": _getitem,
     **dict.fromkeys(POINTWISE, _pointwise),

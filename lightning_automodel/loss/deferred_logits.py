@@ -55,6 +55,6 @@ class DeferredLogits(Tensor):
         owner = next(x.recipe.owner for x in tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits))
         raise ValueError(
             f"{owner} calls {name or func} on its logits, and a loss without logits knows only what treats each logit "
-            "alone (scaling, soft-capping, casts), picks positions, and cross entropy of class ids; use "
-            "chunked_loss=None"
+            "alone (scaling, soft-capping, casts), picks positions, and cross entropy of class ids that is summed or "
+            "averaged, without weights of classes; use chunked_loss=None and loss_kernel='torch'"
         )

@@ -3,7 +3,7 @@
     model(labels=...) --> head ------> whole logits (tp = 1) ------------+
                            |--------> ShardedLogits (a DTensor) ----------+--> the model's own scaling, soft-capping
                            +--------> DeferredLogits (chunked loss) ----+            |
-                                                            causal_lm_loss, by what the logits are
+                                  causal_lm_loss, or the model's own cross entropy, by what the logits are
 
 A model that is called without labels returns whole logits, so a loss that a user computes from them is right.
 """
@@ -97,8 +97,9 @@ def _no_head(model: nn.Module, cuts_rows: bool) -> str:
     own = [class_names(head)[0] for head in heads if _has_own_forward(head)]
     but = f" (the forward pass of {own[0]} is its own)" if own else " and has no adapter" if adapted else ""
     if cuts_rows:
-        but += " (under context parallelism: transformers' loss)"
+        but += " (with cp > 1: transformers' loss alone)"
     way_out = "leave the head out of what is adapted, or name it in modules_to_save, or " if adapted else ""
+    way_out += "use cp=1, or " if cuts_rows else ""
     return (
         f"the forward pass of {type(model).__name__} computes neither transformers' loss nor torch's "
         f"cross entropy from one linear head that is whole or cut on the vocabulary{but}, which a loss without logits "

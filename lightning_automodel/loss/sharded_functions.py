@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from lightning_automodel._compat.torch.pytree import tree_leaves, tree_map, tree_map_only
 from lightning_automodel.distributed.collectives import copy_in
-from lightning_automodel.loss.cut_logits import MOVES, POINTWISE, bound, check_target_shape, is_plain_loss
-from lightning_automodel.loss.functional import IGNORE_INDEX
+from lightning_automodel.loss.cut_logits import MOVES, POINTWISE, bound, cross_entropy_by, is_plain_loss
+from lightning_automodel.loss.functional import IGNORE_INDEX, count_targets
 from lightning_automodel.loss.logit_shard import LogitShard
 from lightning_automodel.loss.vocab_parallel import VocabShard, check_targets, token_losses, wide
 
@@ -90,26 +90,14 @@ def _softmax(logits: LogitShard, dim: Any = None, _stacklevel: int = 3, dtype: t
 
 
 def _cross_entropy(
-    logits: LogitShard,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    logits: LogitShard, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Any:
-    """Compute torch's cross entropy; ``logits`` is [tokens, vocab], or [batch, vocab, ...]."""
-    if target.is_floating_point() or not is_plain_loss(logits, weight, size_average, reduce):
-        return NotImplemented
     shard = VocabShard(logits.size, logits.start, logits.mesh.get_group())
-    local, flat = logits.last(), target.reshape(-1)
-    check_target_shape(logits, target)
-    losses = token_losses(local.reshape(-1, local.shape[-1]), flat, shard, ignore_index, label_smoothing)
-    counts = target != ignore_index
+    local = logits.last().reshape(-1, logits.local.shape[logits.dim])
+    losses = token_losses(local, target.reshape(-1), shard, ignore_index, label_smoothing)
     if reduction == "mean":
-        return losses.sum() / counts.sum().clamp(min=1)  # 0 and not NaN where no label counts, as everywhere here
-    return _reduced(losses.view(target.shape), counts, reduction)
+        return losses.sum() / count_targets(target, ignore_index)  # 0 and not NaN where no label counts
+    return _reduced(losses.view(target.shape), target != ignore_index, reduction)
 
 
 def _nll_loss(
@@ -189,7 +177,7 @@ FUNCTIONS: dict[str, Callable[[Callable, tuple, dict[str, Any]], Any]] = {
     "logsumexp": bound(_logsumexp),
     "log_softmax": bound(_log_softmax),
     "softmax": bound(_softmax),
-    "cross_entropy": bound(_cross_entropy),
+    "cross_entropy": cross_entropy_by(_cross_entropy),
     "nll_loss": bound(_nll_loss),
     **MOVES,
     **dict.fromkeys((*POINTWISE, "detach", "alias"), _pointwise),

@@ -200,7 +200,9 @@ def _stays_quantized(kwargs: Mapping[str, Any]) -> bool:
 
 def _arguments(section: Any) -> dict[str, Any]:
     """Return what a section of a run's file gives its class: ``fit`` takes it beside ``class_path``, too."""
-    return section.get("init_args", section) or {} if isinstance(section, dict) else {}
+    if not isinstance(section, dict):
+        return {}
+    return section.get("init_args", {key: value for key, value in section.items() if key != "class_path"}) or {}
 
 
 def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:

@@ -357,7 +357,10 @@ def test_all_labels_ignored(config: dict[str, Any], tp: int, pool2: Pool) -> Non
         (operations_that_mix_logits, "LlamaForCausalLM calls softmax on its logits.*use chunked_loss=None"),
         (models_without_such_a_loss, "ProphetNetForCausalLM computes neither .*'s cross entropy from one linear head"),
         (changed_in_place, "Changing calls mul_ on its logits"),
-        (cross_entropy_of_rows, r"BartForCausalLM .* \(under context parallelism: transformers' loss\)"),
+        (
+            cross_entropy_of_rows,
+            r"BartForCausalLM .* \(with cp > 1: transformers' loss alone\).*use cp=1, or use chunked_loss=None",
+        ),
         (
             heads_with_a_forward_of_their_own,
             r"the vocabulary \(the forward pass of Scaled is its own\).*chunked_loss=None",

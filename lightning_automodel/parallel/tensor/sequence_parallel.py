@@ -92,6 +92,20 @@ def _whole(group: ProcessGroup, value: Any) -> Any:
     return tuple(gather(x, 1, length, group) if length else x for x, length in zip(value, lengths, strict=True))
 
 
+def _tell_of_slices(streams: list[Stream], model: nn.Module, args: tuple, output: Any) -> None:
+    """Add to an error in the code of blocks what it may come from, where their stream was cut."""
+    error = sys.exception()
+    if type(error) is not RuntimeError:  # none, memory, a collective
+        return
+    for stream in streams:
+        if stream.running and stream.length:
+            stream.running = False
+            error.add_note(
+                f"sequence parallelism has cut the stream of {stream.length} tokens: if sizes do not fit above, the "
+                "code of a block computes with values of all of them; use sequence_parallel=False"
+            )
+
+
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
@@ -284,17 +298,6 @@ class ChildOnStream(SharedByCopies):
 
     def _cut_flat(self, value: Tensor) -> Tensor:
         return self._cut(self.stream.unflatten(value, whole=True)).flatten(0, 1)
-
-
-def _tell_of_slices(streams: list[Stream], model: nn.Module, args: tuple, output: Any) -> None:
-    """Add to an error in the code of blocks what it may come from, where their stream was cut."""
-    error, stream = sys.exception(), next((s for s in streams if s.running and s.length), None)
-    if isinstance(error, RuntimeError) and stream:
-        stream.running = False
-        error.add_note(
-            f"sequence parallelism has cut the stream of {stream.length} tokens, and values of all tokens that the "
-            "code of a block computes with do not fit to a slice; use sequence_parallel=False"
-        )
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

@@ -43,7 +43,13 @@ from lightning_automodel._compat.lightning.trainer import (
     uses_distributed_sampler,
 )
 from lightning_automodel.distributed.logs import warn_once
-from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder, deal_batches, share
+from lightning_automodel.strategies.data.shared_order import (
+    DealtBatches,
+    SharedOrder,
+    deal_batches,
+    is_of_trainer,
+    share,
+)
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 
@@ -133,7 +139,8 @@ def _is_of_loader(sampler: Any, dataloader: DataLoader) -> bool:
 def process_dataloader(
     loader: object, trainer: "pl.Trainer", rank: int, size: int, group: ProcessGroup | None
 ) -> object:
-    """Checks and completes a loader, after samplers are in place. Collective over ``group``.
+    """Checks and completes a loader, after samplers are in place. Collective over ``group`` in evaluation, and for a
+    sampler of the user's that divides.
 
     Args:
         loader: what the user passed or returned.
@@ -148,7 +155,8 @@ def process_dataloader(
     is_divided = uses_distributed_sampler(trainer) and is_stream
     # Before Lightning does, by the global rank: a TP group must augment alike, and who reads one stream draw its order.
     add_worker_init_fn(loader, 0 if is_divided else rank)
-    if isinstance(sampler := sampler_of(loader), DistributedSampler) and group is not None:
+    sampler = sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) and not is_of_trainer(sampler) and group is not None:
         _warn_of_own_division(sampler, trainer, group)
     is_pipe = isinstance(loader.dataset, IterDataPipe)  # which a loader divides among all processes, those of tp, too
     if is_divided and (size > 1 or is_pipe):

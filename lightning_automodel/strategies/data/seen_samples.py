@@ -95,6 +95,11 @@ class Batches:
         size = 1 if self.is_dealt else self.size
         return None if size is None else through * size * self.data_ranks
 
+    @property
+    def samples_per_item(self) -> int | None:
+        """Return how many samples an item has, if that is known."""
+        return self.size if self.is_dealt else 1
+
     def divides_as(self, other: "Batches") -> bool:
         """Tells whether an item of one is an item of the other, as far as sizes and numbers of batches tell."""
         if not (self.is_dealt and other.is_dealt):
@@ -252,10 +257,8 @@ def _as_items_of(new: Batches, old: Batches, seen: int) -> int | None:
     """Count ``seen`` items of ``old`` in those of ``new``; ``None`` if unknown."""
     if new.divides_as(old):
         return seen
-    if (old.is_dealt and old.size is None) or (new.is_dealt and new.size is None):
-        return None
-    samples = seen * old.size if old.is_dealt and old.size is not None else seen
-    return samples // new.size if new.is_dealt and new.size is not None else samples
+    of_old, of_new = old.samples_per_item, new.samples_per_item
+    return None if of_old is None or of_new is None else seen * of_old // of_new
 
 
 def _order_of_batches(loader: DataLoader) -> Any:

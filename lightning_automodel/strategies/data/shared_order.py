@@ -18,6 +18,8 @@ from typing_extensions import override
 from lightning_automodel._compat.lightning.trainer import remembers_arguments
 from lightning_automodel.strategies.data.streams import FirstSamples
 
+_OF_TRAINER = "_divides_for_the_trainer"
+
 
 class FirstOfOrder(FirstSamples):
     """What a sampler, or a batch sampler, gives first in its present pass."""
@@ -125,7 +127,13 @@ def share(
         assert isinstance(sampler.dataset, Sized)
         sampler.total_size = len(sampler.dataset)
         sampler.num_samples = len(range(rank, sampler.total_size, num_replicas))
+    vars(sampler)[_OF_TRAINER] = True
     return sampler
+
+
+def is_of_trainer(sampler: object) -> bool:
+    """Tells whether :func:`share` has made ``sampler``, and not the user."""
+    return hasattr(sampler, _OF_TRAINER)
 
 
 def deal_batches(loader: DataLoader, *, equal: bool, num_replicas: int, rank: int) -> DealtBatches | None:
