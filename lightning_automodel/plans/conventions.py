@@ -66,7 +66,7 @@ def conventional_plan(model: nn.Module, named: Iterable[str] = ()) -> dict[str, 
             if prefix in around or _is_named(prefix, named):
                 continue
             for found in _found_in(holder, width):
-                if _is_read_by_a_wrapper(block, inner, found):
+                if _is_called_from_outside(block, inner, found):
                     continue
                 if any(places[id(table.weight)] > 1 for table in found.tables_of_heads().values()):
                     continue  # another module looks all heads up in it (UDOP)
@@ -92,16 +92,14 @@ def _is_named(name: str, named: set[str]) -> bool:
     return name in named or not named.isdisjoint(names_around([name]))
 
 
-def _is_read_by_a_wrapper(block: nn.Module, inner: str, found: "_Found") -> bool:
-    """Tell whether what somebody put around a holder (peft's adaption prompts) calls the layers in it by itself."""
+def _is_called_from_outside(block: nn.Module, inner: str, found: "_Found") -> bool:
+    """Tell whether what is around the holder ``inner`` calls the layers in it by itself (peft's adaption prompts)."""
     if not inner:
         return False
     outer, _, name = inner.rpartition(".")
-    kind = type(block.get_submodule(outer))
-    if kind.__module__.partition(".")[0] in ("torch", "transformers"):
-        return False
     members = {layer.partition(".")[0] for layer in (*found.pair.columns, found.pair.row)}
-    return any(not members.isdisjoint(attributes_of({name}, code)) for code in codes_of_methods(kind))
+    codes = codes_of_methods(type(block.get_submodule(outer)))
+    return any(not members.isdisjoint(attributes_of({name}, code)) for code in codes)
 
 
 # ---- a pair ----------------------------------------------------------------------------------------------------------
