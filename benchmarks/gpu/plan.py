@@ -9,14 +9,11 @@ import argparse
 import json
 import logging
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import AdamW
 
 from benchmarks._page import RESULTS, configuration
 from benchmarks.gpu.measure import build
@@ -55,16 +52,11 @@ def plan_row(row: Row, smoke: bool = False) -> Planned:
         micro_batch=row.rows,
         precision="bf16-true",
         clips=False,
-        optimizer=_adamw,
     )
     with torch.device("meta"):
         model = build(row, smoke)
     found = plan(model, run, HARDWARE["h200"])
     return Planned(gib=round(found.peak / 2**30, 1), speed=round(found.estimate.speed))
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
-    return AdamW(parameters, fused=True)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from lightning_automodel.checkpointing.without_trainer import let_lightning_read_folders
 from lightning_automodel.finetuning.adapters import (
@@ -27,8 +27,8 @@ from lightning_automodel.finetuning.pretrained import (
     TOKENIZER,
     Pretrained,
     check_vocabulary,
+    find_config,
     looked_up,
-    of_lookup,
     read_config,
     with_quantization,
 )
@@ -56,7 +56,7 @@ class CausalLM(L.LightningModule):
         optimizer: from parameters to an optimizer; on the command line a class path and its arguments.
         lr_scheduler: from the optimizer to a schedule, stepped once per optimizer step; ``None``: constant.
         model_kwargs: more arguments of ``from_pretrained``: ``attn_implementation``, ``trust_remote_code``, ``dtype``
-            (by default what the trainer's precision asks for)...
+            (by default what the trainer's precision asks for), fields of the config...
         from_scratch: random weights from the config; the directory then needs none.
         peft: an adapter: a config of peft (``LoraConfig(...)``), or its fields, as in YAML: ``{r: 8, target_modules:
             all-linear}``; or directory, or name on the hub, of one that trains on. The base is frozen. Whatever the
@@ -127,9 +127,8 @@ class CausalLM(L.LightningModule):
         # Without a dtype transformers keeps that of the files; the default dtype is what the precision plugin asks for.
         kwargs = {"dtype": torch.get_default_dtype(), **self.model_kwargs}
         if self.from_scratch:
-            with looked_up(self.model_name):
-                config = AutoConfig.from_pretrained(self.model_name, **of_lookup(kwargs))
-            self.model = self.auto_class.from_config(config, **kwargs)
+            config, beside = find_config(self.model_name, kwargs)
+            self.model = self.auto_class.from_config(config, **beside)
         else:
             with looked_up(self.model_name):
                 self.model = self.auto_class.from_pretrained(self.model_name, **with_quantization(kwargs))

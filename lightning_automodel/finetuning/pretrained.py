@@ -23,7 +23,7 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZER = "tokenizer_config.json"
-_OF_LOOKUP = ("trust_remote_code", "revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
+_OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")  # in a config they say what its files hold
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Pretrained:
         with self._named():
             check_weights(self.model, from_scratch)
 
-    def find_config(self, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
-        """Reads the config of the model; arguments and errors are those of :func:`find_config`."""
+    def find_config(self, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+        """Reads the config of the model; arguments, results and errors are those of :func:`find_config`."""
         with self._named():
             return find_config(self.model, kwargs)
 
@@ -178,41 +178,52 @@ def read_config(
 
     Args:
         source: of the model.
-        kwargs: of ``from_pretrained``, of which those count that say where to look.
+        kwargs: of ``from_pretrained``.
         auto_class: of transformers, such as ``AutoModelForCausalLM``.
         known: the classes of config that it knows.
 
     Raises:
         ValueError: for a kind that transformers does not know, an encoder-decoder, or another kind of model.
     """
-    config = source.find_config(kwargs)
+    config, _ = source.find_config(kwargs)
     _check_kind(source.model, config, auto_class, known)
     return config
 
 
-def find_config(name: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
-    """Reads the config of a model of any kind that transformers knows.
+def find_config(name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """Reads the config of a model of any kind that transformers knows, as ``from_pretrained`` does.
 
     Args:
         name: directory, or name on the hub.
-        kwargs: of ``from_pretrained``, of which those count that say where to look.
+        kwargs: of ``from_pretrained``: where to look, and fields of the config that replace what it says.
+
+    Returns:
+        The config; and those of ``kwargs`` that ``from_config`` takes beside it, or nobody.
 
     Raises:
         ValueError: if there is none, or it is of another kind.
     """
+    beside = {key: kwargs[key] for key in ("trust_remote_code", *_OF_WEIGHTS) if key in kwargs}
+    asked = {key: value for key, value in kwargs.items() if key not in _OF_WEIGHTS}
     with looked_up(name):
         try:
-            return AutoConfig.from_pretrained(name, **of_lookup(kwargs))
+            config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **asked)
         except (KeyError, ValueError) as error:
             folder = Path(name).expanduser()
             if folder.is_dir() and not (folder / "config.json").is_file():
                 raise ValueError(
                     f"model={name!r} has no config.json; give a directory that save_pretrained wrote, whole"
                 ) from error
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"model={name!r} comes with code of its own, which its config.json needs; once you have read it, "
+                    "allow it to run with model_kwargs.trust_remote_code=true"
+                ) from error
             first = str(error).strip().partition(". ")[0]
             raise ValueError(
                 f"model={name!r}: its config.json is of no model that transformers knows: {first}"
             ) from error
+    return config, {**unused, **beside}
 
 
 def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:
@@ -232,11 +243,6 @@ def refuse_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
             f"model={name!r} is an encoder-decoder ({type(config).__name__}); CausalLM trains decoders. Build it in a "
             "LightningModule of your own, with AutoModelForSeq2SeqLM: the strategies take it as it is"
         )
-
-
-def of_lookup(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of ``from_pretrained`` that say where to look."""
-    return {key: value for key, value in kwargs.items() if key in _OF_LOOKUP}
 
 
 def tokenizer_name_of(module: Any) -> str | None:

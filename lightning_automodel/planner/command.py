@@ -1,9 +1,8 @@
 """The subcommand ``plan``: what a run needs, from its YAML file or from switches, without a GPU and without weights."""
 
-import dataclasses
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.pages import check_folder, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
 from lightning_automodel.planner.html import plan_page
+from lightning_automodel.planner.optimizers import optimizer_of
 from lightning_automodel.planner.plan import Plan, build, plan
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.report import describe
+from lightning_automodel.planner.run_file import FIELDS, SIZES, read_run, yaml_of
 from lightning_automodel.planner.search import Rejected, describe_search, search
-
-_FIELDS = {field.name for field in dataclasses.fields(FSDP2Config)}
 
 
 def plan_command(args: Sequence[str]) -> None:
@@ -51,7 +50,7 @@ def _with_prefixes(args: Sequence[str]) -> list[str]:
         if option.startswith("--"):
             name = option[2:].replace("-", "_")
             name = "run_yaml" if name == "config" else name  # jsonargparse has one of its own
-            name = f"switches.{name}" if name.partition(".")[0] in _FIELDS else name
+            name = f"switches.{name}" if name.partition(".")[0] in FIELDS else name
             argument = "--search=true" if argument == "--search" else f"--{name}{equals}{value}"
         found.append(argument)
     return found
@@ -64,13 +63,16 @@ def _plan(
     tp: int | None = None,
     cp: int | None = None,
     ep: int | None = None,
+    dp_shard: int | str | None = None,
     dp_replicate: int | None = None,
     seq: int | None = None,
     micro_batch: int | None = None,
     accumulate: int | None = None,
     precision: str | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     peft: dict[str, Any] | str | None = None,
     freeze: list[str] | None = None,
+    optimizer: dict[str, Any] | str | None = None,
     gpu: str = "h100",
     price: float | None = None,
     switches: dict[str, Any] | None = None,
@@ -87,13 +89,16 @@ def _plan(
         tp: ranks that split each layer's matrices.
         cp: ranks that split each sequence.
         ep: ranks that share the experts of a layer.
+        dp_shard: ranks that share parameters, or auto, all that the others leave: a check.
         dp_replicate: groups of ranks that each hold all shards.
         seq: tokens of a row.
         micro_batch: rows that a data rank computes at a time.
         accumulate: micro-batches of an optimizer step.
         precision: of the trainer.
+        model_kwargs: of the model of a run: fields of its config (--model_kwargs.num_hidden_layers=8), where to look.
         peft: adapters, as of the model of a run: --peft.r=16 --peft.target_modules=all-linear; or a saved one's folder.
         freeze: patterns of names of what does not train, as of the model of a run.
+        optimizer: of the model of a run: SGD (torch's), or --optimizer.class_path=PATH --optimizer.init_args.lr=1e-4.
         gpu: a100, h100, h200, b200 or l40s.
         price: US dollars per device and hour.
         switches: fields of FSDP2Config; each may be given as --FIELD too.
@@ -105,7 +110,7 @@ def _plan(
         ValueError: if the model or the number of processes is missing, or something does not fit.
     """
     given = {key: value for key, value in locals().items() if value is not None}
-    read: dict[str, Any] = _read(run_yaml) if run_yaml else {"switches": {}}
+    read: dict[str, Any] = read_run(run_yaml) if run_yaml else {"switches": {}}
     told = {**read, **given, "switches": {**read["switches"], **(switches or {})}}
     if "model" not in told or "world" not in told:
         raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
@@ -117,12 +122,10 @@ def _plan(
     for setting, path in (("--write", write), ("--html", html)):
         if path is not None:
             _check_file(setting, path)
-    built = build(told["model"], told.get("peft"), told.get("freeze", ()))
+    built = build(told["model"], told.get("peft"), told.get("freeze", ()), told.get("model_kwargs", {}))
     fitting, others = _search(built, run, hardware) if search else ([plan(built, run, hardware)], [])
-    for one in fitting if read.get("is_quantized") else []:
-        one.warnings.append(
-            f"{run_yaml} sets quantization_config, which is not planned: weights count in full here, an upper bound"
-        )
+    for one in fitting:
+        one.warnings.extend(_not_planned(told, one))
     best = fitting[0].run if fitting else None
     if not search:
         print(describe(fitting[0]), end="")
@@ -148,7 +151,7 @@ def _search(model: nn.Module, run: Run, hardware: Hardware) -> tuple[list[Plan],
 
 
 def _run_of(told: Mapping[str, Any]) -> Run:
-    sizes = {name: told[name] for name in ("tp", "cp", "ep", "dp_replicate") if name in told}
+    sizes = {name: told[name] for name in SIZES if name in told}
     return Run(
         sizes=resolve_sizes(told["world"], **sizes),
         config=FSDP2Config(**told["switches"]),
@@ -157,84 +160,15 @@ def _run_of(told: Mapping[str, Any]) -> Run:
         accumulation=told.get("accumulate", 1),
         precision=told.get("precision", "bf16-mixed"),
         clips=told.get("clips", True),
+        optimizer=optimizer_of(told.get("optimizer")),
     )
 
 
-def _read(path: str) -> dict[str, Any]:
-    """Read what a run's YAML file says of what is planned.
-
-    Raises:
-        ValueError: if there is no such file, or its strategy is another one.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"config={path!r}: there is no such file")
-    whole = yaml.safe_load(Path(path).read_text()) or {}
-    trainer, strategy = whole.get("trainer", {}), whole.get("trainer", {}).get("strategy", {})
-    name = strategy if isinstance(strategy, str) else strategy.get("class_path", "FSDP2TPStrategy")
-    if name.rpartition(".")[2] not in ("FSDP2TPStrategy", "fsdp2_tp"):
-        raise ValueError(f"config={path!r} has the strategy {name}; plan knows FSDP2TPStrategy")
-    arguments, data, model = map(_arguments, (strategy, whole.get("data"), whole.get("model")))
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    found = {
-        "model": model.get("model"),
-        "world": int(devices) * nodes if str(devices).isdigit() else None,  # --print_config writes '8'
-        "seq": data.get("sequence_length"),
-        "micro_batch": data.get("batch_size"),
-        "accumulate": trainer.get("accumulate_grad_batches"),
-        "precision": trainer.get("precision"),
-        "clips": trainer.get("gradient_clip_val") is not None,
-        "peft": model.get("peft"),
-        "freeze": model.get("freeze"),
-        "is_quantized": _stays_quantized(model.get("model_kwargs") or {}) or None,
-        **{name: arguments.get(name) for name in ("tp", "cp", "ep", "dp_replicate")},
-    }
-    known = {key: value for key, value in found.items() if value is not None}
-    return {**known, "switches": _arguments(arguments.get("config"))}
-
-
-def _stays_quantized(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether weights are of fewer bits than here; with ``dequantize`` they are not, once they are read."""
-    form = kwargs.get("quantization_config")
-    return form is not None and not (isinstance(form, dict) and form.get("dequantize"))
-
-
-def _arguments(section: Any) -> dict[str, Any]:
-    """Return what a section of a run's file gives its class: ``fit`` takes it beside ``class_path``, too."""
-    if not isinstance(section, dict):
-        return {}
-    return section.get("init_args", {key: value for key, value in section.items() if key != "class_path"}) or {}
-
-
-def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:
-    """Write a run of the model that was told as the YAML file of the command has it; files are left to the user."""
-    model = {name: told[name] for name in ("model", "peft", "freeze") if name in told}
-    sizes, default = run.sizes, FSDP2Config()
-    switches = {
-        name: value for name in sorted(_FIELDS) if (value := getattr(run.config, name)) != getattr(default, name)
-    }
-    local = min(sizes.world, devices)
-    return {
-        "trainer": {
-            "accelerator": "gpu",
-            "devices": local,
-            "num_nodes": sizes.world // local,
-            "precision": run.precision,
-            "accumulate_grad_batches": run.accumulation,
-            "gradient_clip_val": 1.0,
-            "strategy": {
-                "class_path": "lightning_automodel.FSDP2TPStrategy",
-                "init_args": {
-                    "tp": sizes.tp,
-                    "cp": sizes.cp,
-                    "ep": sizes.ep,
-                    "dp_replicate": sizes.dp_replicate,
-                    "config": switches,
-                },
-            },
-        },
-        "model": {"class_path": "lightning_automodel.finetuning.CausalLM", "init_args": model},
-        "data": {
-            "class_path": "lightning_automodel.finetuning.TextDataModule",
-            "init_args": {"sequence_length": run.sequence_length, "batch_size": run.micro_batch},
-        },
-    }
+def _not_planned(told: Mapping[str, Any], found: Plan) -> Iterator[str]:
+    """Say what of a run the plan leaves out."""
+    form = (told.get("model_kwargs") or {}).get("quantization_config")
+    if form is not None and not (isinstance(form, dict) and form.get("dequantize")):  # of fewer bits once it is read
+        yield "quantization_config is not planned: weights count in full here, an upper bound"
+    weights = found.watched.parameters.total()
+    for name in told.get("averages", ()):
+        yield f"{name} is not planned: its copy of the weights takes {weights / 2**30:.2f} GiB more of each rank"

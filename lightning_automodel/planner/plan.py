@@ -1,6 +1,6 @@
 """Says what a run needs before it is started: from a model's config and a layout to memory, communication and time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -118,13 +118,19 @@ def plan_of(model: nn.Module, run: Run, hardware: Hardware, watched: Watched, ba
     )
 
 
-def build(model: str | PathLike[str] | PreTrainedConfig, peft: Any = None, frozen: Iterable[str] = ()) -> nn.Module:
+def build(
+    model: str | PathLike[str] | PreTrainedConfig,
+    peft: Any = None,
+    frozen: Iterable[str] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """Make a causal language model, or one that reads images and writes text, on the meta device, from its config.
 
     Args:
         model: name or directory of a model, or of an adapter, or the config of a model.
         peft: adapters, as ``CausalLM(peft=...)`` takes them.
         frozen: patterns of what does not train, as ``CausalLM(freeze=...)`` takes them.
+        kwargs: ``CausalLM(model_kwargs=...)``, of which those count that change the config or say where to look.
 
     Raises:
         ValueError: if there is no config of this name, or it belongs to another kind of model, or has no such layers,
@@ -132,14 +138,17 @@ def build(model: str | PathLike[str] | PreTrainedConfig, peft: Any = None, froze
     """
     if isinstance(model, str | PathLike):
         found = Pretrained.of(model)
-        config, peft = found.find_config({}), found.added(peft)
+        (config, beside), peft = found.find_config(kwargs or {}), found.added(peft)
         refuse_encoder_decoder(found.model, config)
     else:
-        config = model
+        config, beside = model, {}
+    trusts = {key: beside[key] for key in ("trust_remote_code",) if key in beside}
     refuse_saved_prompt(peft)
     keep_no_cache(config)
     with torch.device("meta"):
-        built = _auto_class(config).from_config(config).to("meta")  # some constructors draw where no device is asked
+        built = (
+            _auto_class(config).from_config(config, **trusts).to("meta")
+        )  # some constructors draw where no device is asked
         adapted = built if peft is None else add_adapter(built, adapter_config(peft))
     freeze(adapted, frozen)
     report_trainable(adapted, f"peft={peft}, freeze={list(frozen)}")
@@ -148,10 +157,13 @@ def build(model: str | PathLike[str] | PreTrainedConfig, peft: Any = None, froze
 
 def _auto_class(config: PreTrainedConfig) -> Any:
     """Find who builds the model that ``CausalLM`` or ``ImageTextLM`` would train."""
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
+    has_code = getattr(config, "auto_map", {})
+    for auto_class, known in (
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    ):
+        if type(config) in known or auto_class.__name__ in has_code:
+            return auto_class
     raise ValueError(
         f"{type(config).__name__}: plan builds models that write text, and those that read images as well; build "
         "another on the meta device, and give it to lightning_automodel.planner.plan(model, run)"

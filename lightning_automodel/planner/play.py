@@ -20,7 +20,7 @@ from lightning_automodel.strategies.precision import FSDP2Precision
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, foreach=True)
+    return AdamW(parameters, fused=True)  # as CausalLM makes it: one call, no temporaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,7 @@ def play_each(
     parallelize(model, mesh, config, mp_policy=precision.mp_policy, param_dtype=precision.param_dtype)
     model.to_empty(device=run.device_type)
     model.train()
-    optimizer = run.optimizer(p for p in model.parameters() if p.requires_grad)
-    prepare(model, optimizer)
+    optimizer = _optimizer(run, model)
     return [
         watched_step(
             model,
@@ -106,6 +105,24 @@ def play_each(
         )
         for each in runs
     ]
+
+
+def _optimizer(run: Run, model: nn.Module) -> Optimizer:
+    """Make the optimizer of the run, as it is behind a first step.
+
+    Raises:
+        ValueError: if it is not for these parameters, or cannot take its step without values.
+    """
+    try:
+        optimizer = run.optimizer(p for p in model.parameters() if p.requires_grad)
+        prepare(model, optimizer)
+    except Exception as error:  # whatever an optimizer raises
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"the optimizer cannot be planned ({reason}): it is not for these parameters, or its step wants values; "
+            "plan with another one of as many states"
+        ) from error
+    return optimizer
 
 
 def batch_of(run: Run) -> dict[str, Tensor]:

@@ -10,12 +10,11 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedConfig
 
 from lightning_automodel.mesh import AXES, EP, MeshSizes, resolve_sizes
@@ -114,7 +113,7 @@ def _inherit(model: nn.Module) -> None:
 
 def _try(job: tuple[Run, Hardware]) -> tuple[list[Plan], list[Rejected]]:
     """Play one layout, and return a plan for each number of rows up to the first that does not fit."""
-    run, hardware = replace(job[0], optimizer=_in_one_call), job[1]
+    run, hardware = job
     built = _inherited[0]
     try:
         with stage(run) as mesh:
@@ -124,18 +123,13 @@ def _try(job: tuple[Run, Hardware]) -> tuple[list[Plan], list[Rejected]]:
         return [], [Rejected(run, str(error))]
     plans: list[Plan] = []
     for rows in ROWS:
-        watched, this = combine([(one, 2 - rows), (two, rows - 1)]), replace(job[0], micro_batch=rows)
+        watched, this = combine([(one, 2 - rows), (two, rows - 1)]), replace(run, micro_batch=rows)
         found = plan_of(built, this, hardware, watched, f"{basis}, with one and two rows")
         limit = f"{found.peak / 2**30:.1f} of {hardware.memory / 2**30:.1f} GiB in the phase {found.phase!r}"
         plans.append(replace(found, warnings=[] if found.fits else [limit]))
         if not found.fits:
             break
     return plans, []
-
-
-def _in_one_call(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Make the optimizer that is quickest to play: its step is not where memory or time peaks."""
-    return AdamW(parameters, fused=True)
 
 
 def _again(job: tuple[Run, Hardware]) -> Plan:

@@ -117,6 +117,7 @@ class Watch(EagerMode):
     def phase(self, name: str) -> Generator[None, None, None]:
         """Count what follows to the phase ``name``, within this context."""
         before, self._phase, self._place = self._phase, name, ""
+        self._log.append((name, "", _Held(name), 0))  # what is there counts, if nothing more comes
         try:
             yield
         finally:

@@ -127,9 +127,8 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
         ValueError, match=rf"'{tmp_path}' has none of model.safetensors.*it holds config.json.*from_scratch"
     ):
         CausalLM(str(tmp_path))
-    module = CausalLM(
-        str(tmp_path), from_scratch=True, model_kwargs={"attn_implementation": "eager", "dtype": "bfloat16"}
-    )
+    kwargs = {"attn_implementation": "eager", "dtype": "bfloat16", "num_hidden_layers": 1}
+    module = CausalLM(str(tmp_path), from_scratch=True, model_kwargs=kwargs)
     module.configure_model()
     built = module.model
     module.configure_model()
@@ -137,6 +136,9 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
     assert module.model is built
     assert built.config._attn_implementation == "eager"
     assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
+    assert len(built.model.layers) == 1
+    with pytest.raises(TypeError, match="num_layer"):
+        CausalLM(str(tmp_path), from_scratch=True, model_kwargs={"num_layer": 1}).configure_model()
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "some/deep/path"])
