@@ -30,6 +30,7 @@ from lightning_automodel.checkpointing.hugging_face.models import (
     remove_adapters,
     write_pretrained,
 )
+from lightning_automodel.checkpointing.hugging_face.own_code import Classes, classes_beside
 from lightning_automodel.checkpointing.names import prefixes_of
 from lightning_automodel.checkpointing.states import are_equal, clean_name
 from lightning_automodel.distributed.logs import log, logger
@@ -50,6 +51,7 @@ def export(
     weights_only: bool = True,
     merge: bool = False,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Writes the model of a checkpoint as a directory that from_pretrained and inference engines read.
 
@@ -67,6 +69,7 @@ def export(
         weights_only: refuse pickled objects in the checkpoint, which can run code.
         merge: adapters are added to the layers that they adapt, and the whole model is written.
         overwrite: replace what is in the directory.
+        trust_remote_code: run the code that comes with a model, or with a tokenizer.
     """
     directory = Path(output)
     if directory.is_file():
@@ -78,12 +81,13 @@ def export(
     path = Location.of(checkpoint)
     content = read_sound(path, weights_only)
     description = _choose(content, model, config, path)
-    found = _read_tokenizer(tokenizer or description.source, is_wanted=tokenizer is not None)
+    classes = classes_beside(description.architecture, description.config, description.source, trusts=trust_remote_code)
+    found = _read_tokenizer(tokenizer or description.source, tokenizer is not None, trust_remote_code)
     state = {clean_name(name): value for name, value in content["state_dict"].items()}
     if description.adapters:
-        _export_adapters(description, state, directory, merge, kind, max_shard_size)
+        _export_adapters(description, classes, state, directory, merge, kind, max_shard_size)
     else:
-        built = description.build()
+        built = description.build(classes)
         prefix = _prefix(built, description, model, state, path)
         _untie_unlike(built, prefix, state)
         write_pretrained(built, lambda name: _whole(state[prefix + name]), directory, kind, max_shard_size)
@@ -180,10 +184,16 @@ def _untie_unlike(model: PreTrainedModel, prefix: str, state: Mapping[str, Any])
 
 
 def _export_adapters(
-    description: Description, state: Mapping[str, Any], directory: Path, merge: bool, dtype: Any, max_shard_size: str
+    description: Description,
+    classes: Classes | None,
+    state: Mapping[str, Any],
+    directory: Path,
+    merge: bool,
+    dtype: Any,
+    max_shard_size: str,
 ) -> None:
     """Write adapters as peft's directory, or ``merge`` them into the base, read from its source if not stored."""
-    model = with_adapters(description)
+    model = with_adapters(description, classes)
     prefix = f"{description.name}." if description.name else ""
 
     def fetch(name: str) -> Tensor:
@@ -197,7 +207,7 @@ def _export_adapters(
         write_adapters(model, description, fetch, directory)
         return
     warn_of_what_is_not_merged(description)
-    base = tensors_of_base(description.source, description.build(), dtype)
+    base = tensors_of_base(description.source, description.build(classes), dtype)
     fetch_merged = merged(model, fetch)
     with without_wrappers(model):
         write_pretrained(model, fetch_merged, directory, dtype=dtype, max_shard_size=max_shard_size)
@@ -207,7 +217,7 @@ def _whole(value: StoredTensor | Tensor) -> Tensor:
     return value.load() if isinstance(value, StoredTensor) else value
 
 
-def _read_tokenizer(source: str, is_wanted: bool) -> Any:
+def _read_tokenizer(source: str, is_wanted: bool, trusts: bool) -> Any:
     """Read the tokenizer, or the processor of a model that reads more than text; before anything is written.
 
     Returns:
@@ -217,8 +227,8 @@ def _read_tokenizer(source: str, is_wanted: bool) -> Any:
         if not source:
             raise ValueError("the checkpoint does not say where the model came from")
         with suppress(OSError, ValueError, ImportError):  # for images, the packages that read them
-            return AutoProcessor.from_pretrained(source)
-        return AutoTokenizer.from_pretrained(source)
+            return AutoProcessor.from_pretrained(source, trust_remote_code=trusts)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trusts)
     except (OSError, ValueError) as error:
         if is_wanted:
             raise ValueError(f"tokenizer={source!r} cannot be loaded: {error}") from error

@@ -12,7 +12,7 @@ from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
-from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained
+from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained, trusts
 from lightning_automodel.finetuning.sources import find_sources
 from lightning_automodel.pages import check_folder
 
@@ -30,6 +30,7 @@ def evaluate(
     tp: int | None = None,
     devices: int | None = None,
     precision: str | None = None,
+    model_kwargs: dict[str, Any] | None = None,
 ) -> None:
     """Judges a checkpoint, an export or a model of the hub by held-out text, or by tasks of the lm-evaluation-harness.
 
@@ -46,6 +47,7 @@ def evaluate(
         tp: ranks among which the model is split; by default as many as its weights need.
         devices: processes; by default one replica of the model.
         precision: of the trainer; by default bf16-true on CUDA, else 32-true.
+        model_kwargs: more arguments of from_pretrained, as in training: --model_kwargs.trust_remote_code=true.
 
     Raises:
         ValueError: for files and tasks both, or none, and for what cannot be read, written or split so.
@@ -62,9 +64,9 @@ def evaluate(
         check_folder("--output", Path(output).parent)
     if files is not None:
         find_sources(files)
-    with opened(model) as source:
+    with opened(model, trusts=trusts(model_kwargs)) as source:
         if tasks is not None:
-            numbers = _run_tasks(Pretrained.of(source), tasks, tokenizer, batch_size, limit)
+            numbers = _run_tasks(Pretrained.of(source), model_kwargs, tasks, tokenizer, batch_size, limit)
         else:
             data = TextDataModule(
                 tokenizer=tokenizer,
@@ -73,7 +75,7 @@ def evaluate(
                 batch_size=batch_size,
                 columns=columns,
             )
-            module = CausalLM(source)
+            module = CausalLM(source, model_kwargs=model_kwargs)
             trainer = make_trainer(module.model_name, tp, devices, precision)
             (logged,) = trainer.validate(module, data, verbose=False)
             if not trainer.is_global_zero:
@@ -90,7 +92,12 @@ def _refuse(what: str, **others: Any) -> None:
 
 
 def _run_tasks(
-    source: Pretrained, tasks: list[str], tokenizer: str | None, batch_size: int, limit: int | None
+    source: Pretrained,
+    model_kwargs: dict[str, Any] | None,
+    tasks: list[str],
+    tokenizer: str | None,
+    batch_size: int,
+    limit: int | None,
 ) -> dict[str, Any]:
     if find_spec("lm_eval") is None:
         raise ValueError("--tasks needs the lm-evaluation-harness, which is not installed; pip install lm-eval")
@@ -103,7 +110,8 @@ def _run_tasks(
             hint = proposal(task, manager.all_tasks)
             raise ValueError(f"--tasks: the lm-evaluation-harness has no task {task!r}, nor is that a file{hint}")
     adapter = {} if source.adapter is None else {"peft": source.adapter}
-    arguments = {"pretrained": source.model, "tokenizer": tokenizer or source.holder_of(TOKENIZER), **adapter}
+    named = {"pretrained": source.model, "tokenizer": tokenizer or source.holder_of(TOKENIZER), **adapter}
+    arguments = {**(model_kwargs or {}), **named}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = lm_eval.simple_evaluate(
         model="hf",

@@ -20,7 +20,15 @@ from transformers.utils import logging as transformers_logging
 from lightning_automodel.command.quiet import warnings_only
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained, looked_up
+from lightning_automodel.finetuning.pretrained import (
+    TOKENIZER,
+    UNTRUSTED,
+    Pretrained,
+    asking_trust,
+    looked_up,
+    of_lookup,
+    trusts,
+)
 
 _LOGGERS = ("lightning_automodel", "lightning.pytorch", "lightning.fabric")  # the terminal is the conversation's
 
@@ -64,6 +72,7 @@ def generate(
     tokenizer: str | None = None,
     tp: int | None = None,
     precision: str | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     sampling: Sampling = Sampling(),
 ) -> None:
     """Generates text with a checkpoint, an export or a model of the hub; converses where there is a chat template.
@@ -75,15 +84,16 @@ def generate(
         tokenizer: directory or name; by default the model's.
         tp: ranks among which the model is split; by default as many as its weights need.
         precision: of the trainer; by default bf16-true on CUDA, else 32-true.
+        model_kwargs: more arguments of from_pretrained, as in training: --model_kwargs.trust_remote_code=true.
         sampling: how tokens are chosen.
     """
     transformers_logging.disable_progress_bar()
-    with opened(model) as source, warnings_only(*_LOGGERS):
+    with opened(model, trusts=trusts(model_kwargs)) as source, warnings_only(*_LOGGERS):
         found = Pretrained.of(source)
         name = tokenizer or found.holder_of(TOKENIZER)
-        with looked_up(name):
-            loaded = AutoTokenizer.from_pretrained(name)
-        speaker = _Speaker(source, loaded, [prompt] if prompt is not None else None, system, sampling)
+        with looked_up(name), asking_trust(name, "model_kwargs"):
+            loaded = AutoTokenizer.from_pretrained(name, **{**UNTRUSTED, **of_lookup(model_kwargs)})
+        speaker = _Speaker(source, model_kwargs, loaded, [prompt] if prompt is not None else None, system, sampling)
         make_trainer(found.model, tp, None, precision).predict(speaker, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
 
 
@@ -93,12 +103,13 @@ class _Speaker(CausalLM):
     def __init__(
         self,
         model: str,
+        model_kwargs: dict[str, Any] | None,
         tokenizer: PreTrainedTokenizerBase,
         prompts: list[str] | None,
         system: str | None,
         sampling: Sampling,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, model_kwargs=model_kwargs)
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.sampling = sampling

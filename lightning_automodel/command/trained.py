@@ -32,11 +32,12 @@ _STARTED, _APART = time.time(), 60.0  # processes of a run start so many seconds
 
 
 @contextmanager
-def opened(model: str) -> Generator[str, None, None]:
+def opened(model: str, *, trusts: bool = False) -> Generator[str, None, None]:
     """Gives a directory or name that ``from_pretrained`` reads, within this context.
 
     Args:
         model: that, or a checkpoint: a path, or a URL.
+        trusts: whether code that comes with the model may run.
 
     Raises:
         ValueError: if it is a checkpoint that cannot be exported, on all processes of the node.
@@ -48,7 +49,7 @@ def opened(model: str) -> Generator[str, None, None]:
     first = all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS)
     try:
         if first:
-            _export(model, folder)
+            _export(model, folder, trusts)
         else:
             _await_export(model, folder)
         yield str(folder)
@@ -77,13 +78,13 @@ def _is_checkpoint(path: Location) -> bool:
     return (path / METADATA).is_file() or path.is_file()
 
 
-def _export(checkpoint: str, folder: Path) -> None:
+def _export(checkpoint: str, folder: Path, trusts: bool) -> None:
     unfinished, failure = (folder.with_name(f"{folder.name}.{end}") for end in ("part", "failed"))
     failure.unlink(missing_ok=True)
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        export(checkpoint, str(unfinished), merge=True)
+        export(checkpoint, str(unfinished), merge=True, trust_remote_code=trusts)
         unfinished.rename(folder)
     except Exception as error:
         failure.parent.mkdir(parents=True, exist_ok=True)

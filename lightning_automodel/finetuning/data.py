@@ -16,7 +16,7 @@ from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.mixture import Files, repeat, sources_of, weights_of
-from lightning_automodel.finetuning.pretrained import looked_up, padding_of, tokenizer_name_of
+from lightning_automodel.finetuning.pretrained import load_beside, padding_of
 from lightning_automodel.finetuning.report import describe_rows, describe_stream
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
 from lightning_automodel.finetuning.store import Part, TokenStore, store_key
@@ -70,6 +70,9 @@ class TextDataModule(L.LightningDataModule):
         streaming: training documents are read and tokenized as they are needed, all by each process, and not kept. They
             are shuffled (and packed) among some thousands at a time. ``max_steps`` then bounds the schedule.
         cache_dir: where tokens are cached; by default ``$XDG_CACHE_HOME/lightning_automodel`` (``~/.cache/...``).
+        tokenizer_kwargs: more arguments of the tokenizer's ``from_pretrained``: ``add_bos_token``,
+            ``trust_remote_code``... The latter, and where to look, are those of the module's ``model_kwargs`` where the
+            tokenizer is that of its model.
 
     Raises:
         ValueError: for a size that cannot be; from ``setup``: for files that are missing or cannot be read (with the
@@ -97,9 +100,10 @@ class TextDataModule(L.LightningDataModule):
         columns: dict[str, str] | None = None,
         streaming: bool = False,
         cache_dir: str | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tokenizer_kwargs = tokenizer, tokenizer_kwargs
         files = (train_files, val_files, test_files, predict_files)
         self.files: dict[Split, Files | None] = dict(zip(_SPLITS[None], files, strict=True))
         self.val_fraction = val_fraction
@@ -290,20 +294,10 @@ class TextDataModule(L.LightningDataModule):
 
     def _get_encoder(self) -> Encoder:
         if self._encoder is None:
-            name = self._tokenizer_name()
-            with looked_up(name):
-                tokenizer = AutoTokenizer.from_pretrained(name)
+            module = getattr(self.trainer, "lightning_module", None)
+            tokenizer = load_beside(AutoTokenizer, "tokenizer", self.tokenizer, self.tokenizer_kwargs, module)
             self._encoder = Encoder(tokenizer, self.mask_prompt, self.append_eos, self.chat_template)
         return self._encoder
-
-    def _tokenizer_name(self) -> str:
-        name = self.tokenizer or tokenizer_name_of(getattr(self.trainer, "lightning_module", None))
-        if name is None:
-            raise ValueError(
-                "TextDataModule(tokenizer=None) takes the tokenizer of the module's `model_name`, and there is none; "
-                "give tokenizer=<name or directory>"
-            )
-        return str(name)
 
 
 def default_cache_dir() -> Path:

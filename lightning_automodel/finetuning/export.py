@@ -32,6 +32,7 @@ from lightning_automodel.checkpointing.hugging_face.models import (
     parse_size,
     write_pretrained,
 )
+from lightning_automodel.checkpointing.hugging_face.own_code import classes_of
 from lightning_automodel.checkpointing.hugging_face.save_adapters import find_prompted, save_prompts
 from lightning_automodel.checkpointing.hugging_face.save_pretrained import check_writable, write_sharded
 from lightning_automodel.distributed.shards import gather_on_rank_zero
@@ -91,7 +92,7 @@ class HuggingFaceExport(L.Callback):
             return
         if self.merge:
             check_mergeable(model)
-        twin = with_adapters(_of(model, pl_module, found))
+        twin = with_adapters(_of(model, pl_module, found), classes_of(model))
         if self.merge:
             check_merges(twin)
 
@@ -137,7 +138,7 @@ def write_adapted(
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     found = descriptions_of({DESCRIPTIONS: describe_models(module)})  # beside it a teacher, a reward model
     description = _of(model, module, found)
-    twin = with_adapters(description)
+    twin = with_adapters(description, classes_of(model))
     if not merge:
         if is_writer:
             as_in_files = names_left_out_of(model, module)

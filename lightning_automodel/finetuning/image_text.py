@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImage
 
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.pretrained import looked_up
+from lightning_automodel.finetuning.pretrained import load_beside
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.sources import ChatRecord, expand, read_records
 from lightning_automodel.finetuning.splits import SplitDataModule
@@ -53,6 +53,7 @@ class ImageTextDataModule(SplitDataModule):
         batch_size: rows per micro-batch and data rank.
         pad_to_multiple_of: rows are padded to a multiple of this many tokens.
         num_workers: processes that assemble batches.
+        processor_kwargs: more arguments of the processor's ``from_pretrained``, such as the pixels of an image at most.
 
     Raises:
         ValueError: for sizes below 1; from ``setup``: for files that cannot be read, images that are not there; from a
@@ -69,10 +70,11 @@ class ImageTextDataModule(SplitDataModule):
         batch_size: int = 1,
         pad_to_multiple_of: int = 1,
         num_workers: int = 0,
+        processor_kwargs: dict[str, Any] | None = None,
     ) -> None:
         files = {"train": train_files, "val": val_files, "test": test_files}
         super().__init__(files, batch_size, pad_to_multiple_of, num_workers)
-        self.processor = processor
+        self.processor, self.processor_kwargs = processor, processor_kwargs
         self.sequence_length = sequence_length
         self._loaded: Any = None
 
@@ -80,9 +82,8 @@ class ImageTextDataModule(SplitDataModule):
     def loaded_tokenizer(self) -> Any:
         """Return the processor, which exports hold beside the model; it is read on first use."""
         if self._loaded is None:
-            name = self._name_of("processor")
-            with looked_up(name):
-                self._loaded = AutoProcessor.from_pretrained(name)
+            module = getattr(self.trainer, "lightning_module", None)
+            self._loaded = load_beside(AutoProcessor, "processor", self.processor, self.processor_kwargs, module)
         return self._loaded
 
     def _read(self, split: str, files: str | list[str]) -> "_Chats":

@@ -10,6 +10,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
-from lightning_automodel.finetuning.pretrained import looked_up, padding_of
+from lightning_automodel.finetuning.pretrained import load_beside, padding_of
 from lightning_automodel.finetuning.rows import Collator, join
 from lightning_automodel.finetuning.sources import PairRecord, Source, find_sources, make_pair
 from lightning_automodel.finetuning.splits import SplitDataModule
@@ -46,6 +47,7 @@ class PreferenceDataModule(SplitDataModule):
         chat_template: a file that replaces the tokenizer's template.
         append_eos: answers that are strings end with the end-of-sequence token.
         num_workers: processes that assemble batches.
+        tokenizer_kwargs: more arguments of the tokenizer's ``from_pretrained``.
 
     Raises:
         ValueError: for sizes below 1; from ``setup``: naming file and line, for what is no pair, two equal answers, or
@@ -65,10 +67,11 @@ class PreferenceDataModule(SplitDataModule):
         chat_template: str | None = None,
         append_eos: bool = True,
         num_workers: int = 0,
+        tokenizer_kwargs: dict[str, Any] | None = None,
     ) -> None:
         files = {"train": train_files, "val": val_files, "test": test_files}
         super().__init__(files, batch_size, pad_to_multiple_of, num_workers)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tokenizer_kwargs = tokenizer, tokenizer_kwargs
         self.sequence_length = sequence_length
         self.columns = columns or {}
         self.chat_template = read_template(chat_template)
@@ -79,9 +82,8 @@ class PreferenceDataModule(SplitDataModule):
     def loaded_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer, which is read on first use."""
         if self._loaded is None:
-            name = self._name_of("tokenizer")
-            with looked_up(name):
-                self._loaded = AutoTokenizer.from_pretrained(name)
+            module = getattr(self.trainer, "lightning_module", None)
+            self._loaded = load_beside(AutoTokenizer, "tokenizer", self.tokenizer, self.tokenizer_kwargs, module)
         return self._loaded
 
     @property

@@ -23,6 +23,8 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZER = "tokenizer_config.json"
+_OF_LOOKUP = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "proxies")
+UNTRUSTED = {"trust_remote_code": False}  # where transformers would ask on the terminal, on each rank
 _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")  # in a config they say what its files hold
 
 
@@ -204,8 +206,8 @@ def find_config(name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         ValueError: if there is none, or it is of another kind.
     """
     beside = {key: kwargs[key] for key in ("trust_remote_code", *_OF_WEIGHTS) if key in kwargs}
-    asked = {key: value for key, value in kwargs.items() if key not in _OF_WEIGHTS}
-    with looked_up(name):
+    asked = {key: value for key, value in {**UNTRUSTED, **kwargs}.items() if key not in _OF_WEIGHTS}
+    with looked_up(name), asking_trust(name, "model_kwargs"):
         try:
             config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **asked)
         except (KeyError, ValueError) as error:
@@ -215,10 +217,7 @@ def find_config(name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
                     f"model={name!r} has no config.json; give a directory that save_pretrained wrote, whole"
                 ) from error
             if "trust_remote_code" in str(error):
-                raise ValueError(
-                    f"model={name!r} comes with code of its own, which its config.json needs; once you have read it, "
-                    "allow it to run with model_kwargs.trust_remote_code=true"
-                ) from error
+                raise
             first = str(error).strip().partition(". ")[0]
             raise ValueError(
                 f"model={name!r}: its config.json is of no model that transformers knows: {first}"
@@ -250,6 +249,63 @@ def tokenizer_name_of(module: Any) -> str | None:
     (``model_name``); ``None`` if it says neither.
     """
     return getattr(module, "tokenizer_name", None) or getattr(module, "model_name", None)
+
+
+def of_lookup(kwargs: Any) -> dict[str, Any]:
+    """Return those arguments of a model's ``from_pretrained`` that hold for its tokenizer, too: where to look."""
+    return {key: value for key, value in (kwargs or {}).items() if key in _OF_LOOKUP}
+
+
+def load_beside(auto_class: Any, field: str, name: str | None, kwargs: Mapping[str, Any] | None, module: Any) -> Any:
+    """Loads what stands beside a model: a tokenizer, or a processor.
+
+    Args:
+        auto_class: of transformers, such as ``AutoTokenizer``.
+        field: that holds ``name``, for errors; ``kwargs`` are those of ``{field}_kwargs``.
+        name: directory, or name on the hub; ``None``: that of the module's model, found where that is.
+        kwargs: more arguments of ``from_pretrained``.
+        module: that is trained.
+
+    Raises:
+        ValueError: if neither says a name, or it leads nowhere, or to code that nobody has allowed to run.
+    """
+    found, lookup, where = name, {}, f"{field}_kwargs"
+    if found is None:
+        found, lookup, where = (
+            tokenizer_name_of(module),
+            of_lookup(getattr(module, "model_kwargs", None)),
+            "model_kwargs",
+        )
+    if found is None:
+        raise ValueError(
+            f"{field}=None takes the {field} of the module's `model_name`, and there is none; give {field}=<name or "
+            "directory>"
+        )
+    with looked_up(found), asking_trust(found, where):
+        return auto_class.from_pretrained(found, **{**UNTRUSTED, **lookup, **(kwargs or {})})
+
+
+def trusts(kwargs: Mapping[str, Any] | None) -> bool:
+    """Tell whether arguments of ``from_pretrained`` let code run that comes with a model."""
+    return bool((kwargs or {}).get("trust_remote_code"))
+
+
+@contextmanager
+def asking_trust(name: str, where: str) -> Generator[None, None, None]:
+    """Says what a model, or a tokenizer, wants whose code nobody has allowed to run within this context.
+
+    Raises:
+        ValueError: in place of transformers' own.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name!r} comes with code of its own; once you have read it, allow it to run with "
+            f"{where}.trust_remote_code=true"
+        ) from error
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
-from lightning_automodel.finetuning.pretrained import tokenizer_name_of
 
 
 class SplitDataModule(L.LightningDataModule):
@@ -62,13 +61,6 @@ class SplitDataModule(L.LightningDataModule):
 
     def _collator(self) -> Callable[[Any], Any]:
         raise NotImplementedError
-
-    def _name_of(self, field: str) -> str:
-        """Return the directory or name that ``field`` holds, by default that of the module's model."""
-        name = getattr(self, field) or tokenizer_name_of(getattr(self.trainer, "lightning_module", None))
-        if name is None:
-            raise ValueError(f"{type(self).__name__}({field}=None) takes the module's `model_name`; give one")
-        return str(name)
 
     def _loader(self, split: str, sampler: Callable[[Any], Any] | None = None) -> DataLoader:
         if split not in self.datasets:

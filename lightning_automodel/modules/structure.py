@@ -197,7 +197,12 @@ def class_names(model: nn.Module) -> list[str]:
 
 def name_in_source(kind: type) -> str:
     """Return the name of a class; of one that FSDP2 made (``FSDPName``), that of the class of which it did."""
-    return kind.__bases__[-1].__name__ if FSDPModule in kind.__bases__ else kind.__name__
+    return class_in_source(kind).__name__
+
+
+def class_in_source(kind: type) -> type:
+    """Return a class; for one that FSDP2 made (``FSDPName``), the class of which it did."""
+    return kind.__bases__[-1] if FSDPModule in kind.__bases__ else kind
 
 
 def text_config(model: nn.Module) -> Any:

@@ -67,10 +67,14 @@ def test_the_cache_follows_files_and_switches(make: Any, files: str) -> None:
     cache = make().cache_dir
     make(append_eos=False).prepare_data()
     assert len(list(cache.iterdir())) == 2
+    other = make(tokenizer_kwargs={"eos_token": "<|im_end|>"})
+    other.setup("fit")
+    assert len(list(cache.iterdir())) == 3
+    assert "<|im_end|>" in other.loaded_tokenizer.batch_decode([other.datasets["train"][0]["input_ids"]])[0]
     (Path(files).parent / "00.txt").write_text("something else")
     data = make()
     data.setup("fit")
-    assert len(list(cache.iterdir())) == 3
+    assert len(list(cache.iterdir())) == 4
     assert "something else<eos>" in data.loaded_tokenizer.batch_decode([data.datasets["train"][0]["input_ids"]])
 
 

@@ -46,6 +46,12 @@ def test_only_the_answer_is_trained_on(folder: Path) -> None:
         assert torch.equal(ids[labels >= 0], labels[labels >= 0])
 
 
+def test_images_are_of_the_size_that_is_asked_for(folder: Path) -> None:
+    sizes = {"size": {"height": 8, "width": 8}, "crop_size": {"height": 8, "width": 8}}
+    batch = next(iter(_data(folder, processor_kwargs=sizes).train_dataloader()))
+    assert batch["pixel_values"].shape == (2, 3, 8, 8)
+
+
 def _message(role: str, text: str, *images: Path) -> dict[str, Any]:
     shown = [{"type": "image", "image": str(image)} for image in images]
     return {"role": role, "content": [*shown, {"type": "text", "text": text}]}

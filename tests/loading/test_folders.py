@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from lightning import LightningModule
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import SGD
@@ -27,28 +28,40 @@ class OwnForCausalLM(LlamaForCausalLM):
 class Reading(LightningModule):
     """Writes what it has trained."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, adapter: bool = False) -> None:
         super().__init__()
-        self.directory = directory
+        self.directory, self.adapter = directory, adapter
 
     def configure_model(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self.directory / "model", trust_remote_code=True)
+        if self.adapter:
+            get_peft_model(self.model, LoraConfig(target_modules="all-linear"))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.model(input_ids=batch[0], labels=batch[0]).loss
 
     def on_train_end(self) -> None:
-        self.model.save_pretrained(self.directory / "trained")
+        if not self.adapter:
+            self.model.save_pretrained(self.directory / "trained")
 
     def configure_optimizers(self) -> SGD:
         return SGD(self.parameters(), lr=0.1)
 
 
-def train(layout: str, directory: Path) -> None:
+def train(layout: str, directory: Path, adapter: bool = False) -> None:
     """Runs on each rank."""
     exports = [HuggingFaceExport(str(directory / "exported"))]
+    exports += [HuggingFaceExport(str(directory / "merged"), merge=True)] if adapter else []
     trainer = make_trainer(LAYOUTS[layout].make(), max_steps=2, callbacks=exports)
-    trainer.fit(Reading(directory), batches(LAYOUTS[layout].data_size))
+    trainer.fit(Reading(directory, adapter), batches(LAYOUTS[layout].data_size))
+
+
+def write_with_code(folder: Path) -> None:
+    tiny_llama(tied=False).save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_an_adapter_beside_its_base_names_the_way_through_peft(tmp_path: Path, pool2: Pool) -> None:
@@ -61,14 +74,25 @@ def test_an_adapter_beside_its_base_names_the_way_through_peft(tmp_path: Path, p
 
 @pytest.mark.parametrize("layout", ["fsdp2-dp2", "fsdp2-tp2"])
 def test_a_model_with_code_of_its_own_is_read_again(layout: str, tmp_path: Path, pool2: Pool) -> None:
-    tiny_llama(tied=False).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "modeling_own.py").write_text(CODE)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    write_with_code(tmp_path / "model")
     pool2.run(train, layout, tmp_path, trainer=True)
     written = load_file(tmp_path / "trained" / "model.safetensors")
     for name in ("trained", "exported"):
         found = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True)
         assert type(found).__name__ == "OwnForCausalLM"
         assert all(value.equal(written[key]) for key, value in found.named_parameters())
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-dp2", "fsdp2-tp2"])
+def test_adapters_of_a_model_with_code_of_its_own(layout: str, tmp_path: Path, pool2: Pool) -> None:
+    """The class was looked for in transformers, and the export refused with a hint to use the export."""
+    write_with_code(tmp_path / "model")
+    pool2.run(train, layout, tmp_path, True, trainer=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    before = base.model.layers[0].self_attn.q_proj.weight.clone()
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "exported")).merge_and_unload()
+    assert type(merged).__name__ == "OwnForCausalLM"
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(adapted.state_dict()[name], value)
+    assert not torch.equal(before, merged.model.layers[0].self_attn.q_proj.weight)

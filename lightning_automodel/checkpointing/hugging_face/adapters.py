@@ -22,6 +22,7 @@ from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.hugging_face.description import Description
 from lightning_automodel.checkpointing.hugging_face.limits_of_peft import check_merges, without_weights
 from lightning_automodel.checkpointing.hugging_face.models import INDEX, Fetch, floating_dtype
+from lightning_automodel.checkpointing.hugging_face.own_code import Classes
 from lightning_automodel.modules.structure import is_kept_in_float32
 from lightning_automodel.modules.ties import say_untied
 from lightning_automodel.modules.wrappers import adapters_of, is_wrapper, name_without_wrappers, unwrapped
@@ -33,13 +34,15 @@ _BESIDE = "base_model."
 """Before the names there of what the wrapper holds beside the model."""
 
 
-def with_adapters(description: Description) -> PreTrainedModel:
-    """Build a model with its adapters, without weights; what adapters hold beside parameters is as peft draws it."""
+def with_adapters(description: Description, classes: Classes | None = None) -> PreTrainedModel:
+    """Build a model with its adapters, without weights; what adapters hold beside parameters is as peft draws it.
+    Arguments and errors are those of its ``build``.
+    """
     from accelerate import init_empty_weights
     from peft import get_peft_model
 
     check_exportable(description)
-    model = description.build()
+    model = description.build(classes)
     wrapped: Any = None
     for name in description.adapters:
         config = config_of(description, name)

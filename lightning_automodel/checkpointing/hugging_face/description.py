@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from lightning_automodel._compat.transformers.models import source_of
+from lightning_automodel.checkpointing.hugging_face.own_code import Classes
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.ties import untie, untied_names
 from lightning_automodel.modules.wrappers import is_wrapper
@@ -43,20 +44,24 @@ class Description:
     active: tuple[str, ...] = ()
     untied: tuple[str, ...] = ()
 
-    def build(self) -> PreTrainedModel:
+    def build(self, classes: Classes | None = None) -> PreTrainedModel:
         """Builds the model without weights, on the meta device.
 
+        Args:
+            classes: of a model that transformers does not have.
+
         Raises:
-            ValueError: if the class is not one of the installed transformers.
+            ValueError: if there are none, and the class is not one of the installed transformers.
         """
         values = json.loads(self.config)
-        kind = getattr(transformers, self.architecture, None)
+        kind = getattr(transformers, self.architecture, None) if classes is None else classes.model
         if kind is None:
             raise ValueError(
-                f"{self.architecture} is not in transformers {transformers.__version__} (remote code, or of another "
-                "version); write it with the HuggingFaceExport callback at the end of a run"
+                f"{self.architecture} is not in transformers {transformers.__version__} (a class of your own, or of "
+                "another version); write it with the HuggingFaceExport callback at the end of a run"
             )
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        model_type = values.pop("model_type")
+        config = AutoConfig.for_model(model_type, **values) if classes is None else classes.config(**values)
         with torch.device("meta"):
             model = kind(config)
         untie(model, self.untied)
