@@ -16,7 +16,7 @@ from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.pages import check_folder, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
 from lightning_automodel.planner.html import plan_page
-from lightning_automodel.planner.optimizers import optimizer_of
+from lightning_automodel.planner.optimizers import ADAMW, optimizer_of
 from lightning_automodel.planner.plan import Plan, build, plan
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.report import describe
@@ -160,7 +160,7 @@ def _run_of(told: Mapping[str, Any]) -> Run:
         accumulation=told.get("accumulate", 1),
         precision=told.get("precision", "bf16-mixed"),
         clips=told.get("clips", True),
-        optimizer=optimizer_of(told.get("optimizer")),
+        optimizer=optimizer_of(told.get("optimizer", ADAMW)),
     )
 
 

@@ -1,9 +1,9 @@
 """Makes the optimizer that a run names, as ``CausalLM`` takes it from YAML or from the command line."""
 
-import inspect
 import json
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,32 +12,44 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_automodel.finetuning.causal_lm import CausalLM
-
 MakesOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
+ADAMW = {"class_path": "torch.optim.AdamW", "init_args": {"fused": True}}
+"""As ``CausalLM`` makes it where none is told."""
 
-def optimizer_of(told: str | Mapping[str, Any] | None) -> MakesOptimizer:
-    """Return what makes an optimizer of parameters.
+
+def optimizer_of(told: str | Mapping[str, Any]) -> MakesOptimizer:
+    """Return what makes an optimizer of parameters; it goes to other processes, too.
 
     Args:
-        told: path or name of a class, or ``{"class_path": ..., "init_args": ...}``; ``None``: what ``CausalLM`` makes.
+        told: path or name of a class, or ``{"class_path": ..., "init_args": ...}``.
 
     Raises:
         ValueError: if there is no such class, or it has no such arguments.
     """
-    if told is None:
-        default: MakesOptimizer = inspect.signature(CausalLM).parameters["optimizer"].default
-        return default
-    chosen = {"class_path": told} if isinstance(told, str) else dict(told)
-    name = chosen.get("class_path")
-    if name in torch.optim.__all__:  # other packages use the same names
-        chosen["class_path"] = f"torch.optim.{name}"
+    text = json.dumps(as_in_files(told))
     try:
-        found: MakesOptimizer = auto_cli(_chosen, args=[f"--optimizer={json.dumps(chosen)}"], exit_on_error=False)
+        _parsed(text)
     except ArgumentError as error:
         reason = " ".join(str(error).split()).partition(". Got value")[0]
         raise ValueError(f"optimizer={told!r}: {reason}") from None
+    return partial(_make, text)
+
+
+def as_in_files(told: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Write an optimizer as a file of a run has it: short names mean torch's, which other packages use, too."""
+    chosen = {"class_path": told} if isinstance(told, str) else dict(told)
+    name = chosen.get("class_path")
+    return {**chosen, "class_path": f"torch.optim.{name}"} if name in torch.optim.__all__ else chosen
+
+
+def _make(text: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return _parsed(text)(parameters)
+
+
+@cache
+def _parsed(text: str) -> MakesOptimizer:
+    found: MakesOptimizer = auto_cli(_chosen, args=[f"--optimizer={text}"], exit_on_error=False)
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from lightning_automodel.config import FSDP2Config
+from lightning_automodel.planner.optimizers import as_in_files
 from lightning_automodel.planner.play import Run
 
 FIELDS = frozenset(field.name for field in dataclasses.fields(FSDP2Config))
@@ -74,6 +75,9 @@ def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:
         name: value for name in sorted(FIELDS) if (value := getattr(run.config, name)) != getattr(default, name)
     }
     local = min(sizes.world, devices)
+    model = {name: told[name] for name in OF_MODEL if name in told}
+    if "optimizer" in model:
+        model["optimizer"] = as_in_files(model["optimizer"])
     return {
         "trainer": {
             "accelerator": "gpu",
@@ -95,7 +99,7 @@ def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:
         },
         "model": {
             "class_path": "lightning_automodel.finetuning.CausalLM",
-            "init_args": {name: told[name] for name in OF_MODEL if name in told},
+            "init_args": model,
         },
         "data": {
             "class_path": "lightning_automodel.finetuning.TextDataModule",

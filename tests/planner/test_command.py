@@ -210,9 +210,10 @@ def test_an_interruption_is_one_line(
 @pytest.mark.long
 def test_the_search_ranks_what_fits(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model_folder.parent / "run.yaml"
-    main(["plan", f"--model={model_folder}", "--world=4", "--seq=64", "--search", f"--write={path}"])
+    main(["plan", f"--model={model_folder}", "--world=4", "--seq=64", "--search", f"--write={path}", "--optimizer=SGD"])
     text = capsys.readouterr().out
     assert "Layouts that fit, the fastest first" in text
     assert "dp_shard=4 rows=16" in text
     assert "Layouts that fall out" not in text
     assert yaml.safe_load(path.read_text())["trainer"]["devices"] == 4
+    assert yaml.safe_load(path.read_text())["model"]["init_args"]["optimizer"] == {"class_path": "torch.optim.SGD"}

@@ -7,7 +7,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +35,7 @@ class Gradients(Callback):
 
 def train(path: Path, sizes: dict[str, int], precision: Any, trains: dict[str, Any]) -> dict[str, int]:
     """Runs on each rank: what it holds behind two steps."""
-    module = CausalLM(str(path), optimizer=lambda ps: AdamW(ps, foreach=True), lr_scheduler=None, **trains)
+    module = CausalLM(str(path), lr_scheduler=None, **trains)
     ids, gradients = torch.randint(16, (8, 32)), Gradients()
     rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
     trainer = L.Trainer(
