@@ -15,10 +15,11 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 
+from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.subjects import gather_part
-from tests.support.training import Recorder, batches, make_trainer, world_size
+from tests.support.training import Descending, Recorder, batches, make_trainer, world_size
 
 SIZES: list[dict[str, Any]] = [{"tp": 2}, {"save_distributed_checkpoint": False}]
 ARGUMENTS: dict[type, dict[str, Any]] = {
@@ -154,3 +155,37 @@ def test_an_evaluation_that_is_saved_goes_on_with_what_trains(
     if not is_folder:
         saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
         assert difference(saved["state_dict"], saved["current_model_state"]) > 1e-4
+
+
+# ---- behind a run ----------------------------------------------------------------------------------------------------
+
+
+def save_behind_a_run(sizes: dict[str, Any] | None, kind: type, directory: Path) -> dict[str, Any]:
+    """Runs on each rank: an epoch, an evaluation, a checkpoint by ``trainer.save_checkpoint``, and a run from there."""
+    path, size = directory / "saved.ckpt", 1 if sizes is None else world_size() // sizes.get("tp", 1)
+    found: dict[str, Any] = {}
+    for epochs in (1, 2):
+        module, average = Descending(), kind(**ARGUMENTS.get(kind, {}))
+        strategy = "auto" if sizes is None else FSDP2TPStrategy(**sizes)
+        trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[average])
+        resume: dict[str, Any] = {"ckpt_path": path, "weights_only": False} if epochs == 2 else {}
+        trainer.fit(module, batches(size), batches(size), **resume)
+        found[f"{epochs}"] = {"losses": module.losses, "average": average_of(module)}
+        if epochs == 1:
+            trainer.validate(module, batches(size))
+            trainer.save_checkpoint(path)
+    found["names"] = sorted(torch.load(path)["state_dict"]) if path.is_file() else None
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "save_distributed_checkpoint": False}])
+def test_a_checkpoint_behind_a_run_goes_on_as_on_one_device(
+    nursery: Nursery, pool2: Pool, sizes: dict[str, Any]
+) -> None:
+    """Lightning's own method writes it, and resumes with both the average and the number of its steps."""
+    [one] = Pool(nursery, 1).run(save_behind_a_run, None, EMAWeightAveraging, trainer=True, with_directory=True)
+    two = pool2.run(save_behind_a_run, sizes, EMAWeightAveraging, trainer=True, with_directory=True)[0]
+    assert two["names"] in (None, one["names"])
+    for epochs in ("1", "2"):
+        assert two[epochs]["losses"] == pytest.approx(one[epochs]["losses"], abs=1e-5)
+        assert difference(one[epochs]["average"], two[epochs]["average"]) < 1e-5

@@ -222,6 +222,7 @@ ATTRIBUTES = {
     "transformers.initialization:normal_": ("_is_hf_initialized",),
     "transformers.modeling_flash_attention_utils:": ("_is_packed_sequence",),
     "transformers.modeling_layers:GradientCheckpointingLayer": ("_can_checkpoint_with_cache",),
+    "transformers.distributed.fsdp:is_fsdp_managed_module": ("_is_fsdp_managed_module",),
 }
 """By owner (module:class): methods, or attributes that its code sets or reads."""
 

@@ -39,6 +39,18 @@ def record_as_before(model: nn.Module) -> None:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
 
 
+def let_layers_be_skipped(model: nn.Module) -> None:
+    """Lets encoders of transformers skip layers (``layerdrop``) where FSDP2 holds them, as on one process.
+
+    They run all layers where torch has marked them as FSDP's, since ranks that skip other layers than their peers wait
+    for these. Ours skip the same.
+    """
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and "is_fsdp_managed_module" in code.co_names:
+            module._is_fsdp_managed_module = False  # type: ignore[assignment]
+
+
 def recordings_of_call() -> dict[str, list]:
     """Returns what transformers records inside of blocks during the present call of a model, by key."""
     active = _active_collector.get() or {}

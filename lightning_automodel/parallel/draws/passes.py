@@ -25,7 +25,7 @@ def draw_from(module: nn.Module, numbers: RandomNumbers) -> None:
     is_new = _NUMBERS not in module.__dict__
     module.__dict__[_NUMBERS] = numbers
     if is_new:
-        wrap_forward(module, _pass(any(getattr(m, "layerdrop", 0) for m in module.modules())))
+        wrap_forward(module, _pass(_skips_layers(module)))
 
 
 def random_numbers_of(module: nn.Module) -> RandomNumbers:
@@ -53,6 +53,14 @@ def lone_dropouts(root: nn.Module, submodels: list[nn.Module]) -> Iterator[nn.Mo
     """Returns the dropout modules below ``root`` that none of ``submodels`` holds."""
     held = {id(module) for submodel in submodels for module in submodel.modules()}
     yield from (m for m in root.modules() if isinstance(m, DROPOUTS) and id(m) not in held)
+
+
+def _skips_layers(model: nn.Module) -> bool:
+    """Tells whether layers are skipped at random (``layerdrop``), by what modules or their configs hold."""
+    held = [vars(module) for module in model.modules()]
+    held += [vars(values["config"]) for values in held if hasattr(values.get("config"), "__dict__")]
+    values = [value for each in held for key, value in each.items() if "layerdrop" in key]
+    return any(isinstance(value, int | float) and value > 0 for value in values)
 
 
 def _pass(skips_layers: bool) -> Callable[..., Any]:

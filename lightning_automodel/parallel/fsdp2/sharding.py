@@ -21,6 +21,7 @@ from lightning_automodel._compat.fsdp2.root import begin_with_root
 from lightning_automodel._compat.fsdp2.units import holds_several_dtypes
 from lightning_automodel._compat.torch.groups import concatenated_once
 from lightning_automodel._compat.torch.optimization import orthogonalize_whole_matrices
+from lightning_automodel._compat.transformers.models import let_layers_be_skipped
 from lightning_automodel.checkpointing.hugging_face.save_pretrained import install_saving
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import log
@@ -86,6 +87,7 @@ class FSDP2Sharding:
                 apply_fsdp2(model, self.axes, self.config, self.mp_policy, self.fully_shard_fn)
         else:
             mark_as_unit(model, self.axes.data, self.config, self.mp_policy)
+        let_layers_be_skipped(model)
         install_saving(model)
         generate_in_step(model, self.axes.data, fills_towers=self.config.tower_policy != "per_layer")
         if isinstance(model, PreTrainedModel):

@@ -6,7 +6,7 @@ the average as tensors beside the module's own, in the same layout. Its argument
 checkpoint stay what they are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,9 +41,7 @@ class ShardedAveraging(ExchangedAveraging):
         """Starts from the module's weights, or from what a checkpoint holds."""
         self._is_exchanged = False
         device = self._device or module.device
-        self._average_model = AveragedModel(
-            _Parts(_Held(module)), device, use_buffers=self._use_buffers, **self._kwargs
-        )
+        self._average_model = _Average(module, device, use_buffers=self._use_buffers, **self._kwargs)
         if self._saved is not None:
             self._restore(module, self._saved)
             self._saved = None
@@ -61,20 +59,12 @@ class ShardedAveraging(ExchangedAveraging):
     ) -> None:
         """Makes the average the checkpoint's weights, as without sharding."""
         if self._average_model is not None:
-            current, averages, held = checkpoint["state_dict"], self._averages(pl_module), model_state(pl_module)
-
-            def part(instead: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-                chosen = {name: instead.get(name, current.get(name, held[name])) for name in names}
-                return trainer.strategy.state_part(chosen)  # type: ignore[attr-defined]
-
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
             if self._is_exchanged:  # an evaluation saves, or an error ended one
                 left_out = {clean_name(name) for name in names_left_out(pl_module)}
-                checkpoint[CURRENT] = part(averages, [name for name in held if name not in left_out])
-                averages = {name: held[name] for name in averages}
-            else:
-                checkpoint[CURRENT] = current
-            checkpoint["state_dict"] = part(averages, held)
-            checkpoint[_COUNTS] = {"n_averaged": self._average_model.n_averaged}
+                trained = {name: value for name, value in checkpoint["state_dict"].items() if name not in left_out}
+                average = trainer.strategy.state_part(dict(model_state(pl_module)))  # type: ignore[attr-defined]
+                checkpoint[CURRENT], checkpoint["state_dict"] = trained, average
 
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
@@ -159,6 +149,22 @@ class _Parts(nn.Module):
             self.register_parameter(f"parameter{i}", nn.Parameter(parameter, requires_grad=False))
         for i, buffer in enumerate(held.buffers()):
             self.register_buffer(f"buffer{i}", buffer)
+
+
+class _Average(AveragedModel):
+    """An average whose state has the names of the module's: Lightning's own method saves it, also behind a run."""
+
+    def __init__(self, module: "pl.LightningModule", *args: Any, **kwargs: Any) -> None:
+        self.held = _Held(module)
+        super().__init__(_Parts(self.held), *args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns all of the module's state, with averages where there are any, and how many steps they are of."""
+        module = self.held.module
+        averages = _averages(module, self.module)
+        state = {name: averages.get(name, value) for name, value in model_state(module).items()}
+        part = module.trainer.strategy.state_part(state)  # type: ignore[attr-defined]
+        return {"n_averaged": self.n_averaged, **{f"module.{name}": value for name, value in part.items()}}
 
 
 class _NamedParts(_Parts):
