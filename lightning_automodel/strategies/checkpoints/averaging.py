@@ -160,10 +160,10 @@ class _Average(AveragedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns all of the module's state, with averages where there are any, and how many steps they are of."""
-        module = self.held.module
+        module: Any = self.held.module
         averages = _averages(module, self.module)
         state = {name: averages.get(name, value) for name, value in model_state(module).items()}
-        part = module.trainer.strategy.state_part(state)  # type: ignore[attr-defined]
+        part = module.trainer.strategy.state_part(state)
         return {"n_averaged": self.n_averaged, **{f"module.{name}": value for name, value in part.items()}}
 
 
