@@ -17,12 +17,12 @@ from lightning_automodel.checkpointing.files.reading import read_sound
 from lightning_automodel.checkpointing.files.storage import Location
 from lightning_automodel.checkpointing.hugging_face.adapters import (
     merged,
-    tensors_of_base,
     warn_of_what_is_not_merged,
     warn_of_what_stays_behind,
     with_adapters,
     write_adapters,
 )
+from lightning_automodel.checkpointing.hugging_face.base_files import tensors_of_base
 from lightning_automodel.checkpointing.hugging_face.description import Description, descriptions_of
 from lightning_automodel.checkpointing.hugging_face.models import (
     floating_dtype,

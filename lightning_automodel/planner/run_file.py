@@ -75,9 +75,6 @@ def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:
         name: value for name in sorted(FIELDS) if (value := getattr(run.config, name)) != getattr(default, name)
     }
     local = min(sizes.world, devices)
-    model = {name: told[name] for name in OF_MODEL if name in told}
-    if "optimizer" in model:
-        model["optimizer"] = as_in_files(model["optimizer"])
     return {
         "trainer": {
             "accelerator": "gpu",
@@ -99,10 +96,15 @@ def yaml_of(told: Mapping[str, Any], run: Run, devices: int) -> dict[str, Any]:
         },
         "model": {
             "class_path": "lightning_automodel.finetuning.CausalLM",
-            "init_args": model,
+            "init_args": _model_of(told),
         },
         "data": {
             "class_path": "lightning_automodel.finetuning.TextDataModule",
             "init_args": {"sequence_length": run.sequence_length, "batch_size": run.micro_batch},
         },
     }
+
+
+def _model_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: told[name] for name in OF_MODEL if name in told}
+    return {**found, "optimizer": as_in_files(found["optimizer"])} if "optimizer" in found else found

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from lightning_automodel.checkpointing.conversion import export
 from lightning_automodel.checkpointing.hugging_face.models import write_pretrained
 from lightning_automodel.finetuning import CausalLM
 from lightning_automodel.loading import sharded_loading
@@ -27,6 +29,7 @@ BLOCK = 16  # rows and columns with one scale, of FP8
 FORMS: dict[str, Any] = {
     "gpt_oss": Mxfp4Config(dequantize=True),
     "deepseek_v3": FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK)),
+    "qwen3": FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK)),  # names as in its files
 }
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
 
@@ -98,7 +101,7 @@ def test_published_files_are_read_bit_by_bit(family: str, sizes: dict[str, int],
 def test_the_form_may_be_written_in_yaml(family: str, tmp_path: Path) -> None:
     write(family, tmp_path)
     fields = {"quant_method": "mxfp4", "dequantize": True}
-    if family == "deepseek_v3":
+    if family != "gpt_oss":
         fields = {"quant_method": "fp8", "dequantize": True, "weight_block_size": [BLOCK, BLOCK]}
     module = CausalLM(str(tmp_path), model_kwargs={"quantization_config": fields, "dtype": torch.bfloat16})
     module.configure_model()
@@ -138,3 +141,35 @@ def differing_of_megatron(family: str, path: Path) -> list[str]:
 def test_megatron_fsdp_reads_the_same(family: str, tmp_path: Path, pool2: Pool) -> None:
     write(family, tmp_path)
     assert pool2.run(differing_of_megatron, family, tmp_path, trainer=True) == [[], []]
+
+
+class Adapting(Descending):
+    """Trains an adapter, which is not zero at the start, of a base in published files."""
+
+    def __init__(self, family: str, path: Path) -> None:
+        super().__init__()
+        self.family, self.path = family, path
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            config = LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False)
+            self.model = get_peft_model(read(self.family, self.path), config)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_adapters_are_merged_into_what_was_read(family: str, tmp_path: Path) -> None:
+    """FP8 was taken for the weights, without the scales, which have names of their own in the files."""
+    write(family, tmp_path / "published")
+    module = Adapting(family, tmp_path / "published")
+    trainer = make_trainer({}, max_steps=1)
+    trainer.fit(module, batches(1))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    for name, merge in (("adapter", False), ("merged", True)):
+        export(str(tmp_path / "last.ckpt"), str(tmp_path / name), merge=merge, dtype="float32")
+    base: Any = read(family, tmp_path / "published").float()
+    expected: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    assert unequal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected) == []

@@ -5,12 +5,11 @@ Both ask for whole tensors by the names of the adapted model, a layer at a time,
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,9 +20,8 @@ from lightning_automodel._compat.torch.tensors import TorchDispatchMode
 from lightning_automodel._compat.transformers.models import source_of
 from lightning_automodel.checkpointing.hugging_face.description import Description
 from lightning_automodel.checkpointing.hugging_face.limits_of_peft import check_merges, without_weights
-from lightning_automodel.checkpointing.hugging_face.models import INDEX, Fetch, floating_dtype
+from lightning_automodel.checkpointing.hugging_face.models import Fetch
 from lightning_automodel.checkpointing.hugging_face.own_code import Classes
-from lightning_automodel.modules.structure import is_kept_in_float32
 from lightning_automodel.modules.ties import say_untied
 from lightning_automodel.modules.wrappers import adapters_of, is_wrapper, name_without_wrappers, unwrapped
 
@@ -292,57 +290,3 @@ class _WithValues(TorchDispatchMode):
 def _prefixes(name: str) -> Iterator[str]:
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-
-
-def tensors_of_base(source: str, model: PreTrainedModel, dtype: torch.dtype | None = None) -> Callable[[str], Tensor]:
-    """Read tensors of the directory or hub name that a base was loaded from, by names of ``model`` (no adapters).
-
-    One at a time where the files have the same names; else (experts that the model fuses) the model is read as a whole.
-    They come as the run had them, which need not store what it read in the dtype of the files.
-
-    Args:
-        source: directory, or name on the hub.
-        model: as its config describes it, with the dtype of the run.
-        dtype: what will be written; what is merged is rounded to it at the end only.
-
-    Raises:
-        ValueError: if there is no such directory any more.
-    """
-    read = _reader_of_base(source, model)
-    of_run = None if model.config.dtype is None else floating_dtype(str(model.config.dtype))
-    wide = of_run if of_run is None or dtype is None else torch.promote_types(of_run, dtype)
-
-    def read_as_run(name: str) -> Tensor:
-        tensor = read(name)
-        if of_run is None or not tensor.is_floating_point() or is_kept_in_float32(model, name, of_run):
-            return tensor
-        return tensor.to(of_run).to(wide)
-
-    return read_as_run
-
-
-def _reader_of_base(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
-    files = _files_by_name(Path(source))
-    files |= {name: files[twin] for name, twin in model.all_tied_weights_keys.items() if twin in files}
-    if files and all(name in files for name in model.state_dict() if name not in model.all_tied_weights_keys):
-        twins = model.all_tied_weights_keys
-        return lambda name: _read(files[name], twins.get(name, name))
-    try:
-        whole = type(model).from_pretrained(source, dtype="auto").state_dict()
-    except OSError as error:
-        raise ValueError(f"the base {source!r} of the adapters cannot be read: {error}") from error
-    return whole.__getitem__
-
-
-def _files_by_name(directory: Path) -> dict[str, Path]:
-    if (index := directory / INDEX).is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    if not (single := directory / "model.safetensors").is_file():
-        return {}
-    with safe_open(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _read(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(name)

@@ -50,7 +50,7 @@ from lightning_automodel.strategies.data.positions import (
     warn_of_other_ranks,
 )
 from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
-from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder
+from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder, order_of
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 SEEN = "samples_seen"
@@ -170,7 +170,7 @@ class SeenSamples:
         position = position_in_epoch(trainer)
         loaders, limits = combined.flattened, combined.limits or []
         for loader in loaders:
-            set_sampler_epoch(loader, position.epoch)  # now: workers ask for the order before the epoch begins
+            _tell_epoch(loader, position.epoch, trainer)  # now: workers ask for the order before the epoch begins
         if not position.batches:
             end_epoch(trainer)
         elif self._positions not in (0, size):
@@ -199,6 +199,15 @@ class SeenSamples:
             resumed(loader, rests[i].loader, rests[i].through) if i in rests else loader
             for i, loader in enumerate(loaders)
         ]
+
+
+def _tell_epoch(loader: Any, epoch: int, trainer: "pl.Trainer") -> None:
+    """Tell the samplers of ``loader`` the number of the epoch, and users' own which came before."""
+    set_sampler_epoch(loader, epoch)
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    order = order_of(loader) if isinstance(loader, DataLoader) else None
+    if order is not None:
+        order.miss(range(epoch - epoch % every if every else 0, epoch))
 
 
 def _count_anew(*loaders: Any) -> None:

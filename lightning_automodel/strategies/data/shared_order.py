@@ -5,7 +5,7 @@ import inspect
 import os
 import random
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,8 @@ class SharedOrder(DistributedSamplerWrapper):
     """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part.
 
     What an epoch draws follows from its number, also where the sampler has a generator of its own: that one is brought
-    to where it would be after the epochs before.
+    to where it would be after the epochs before. What else a sampler keeps from pass to pass (a generator of numpy, a
+    counter) is brought there in a run that resumes, by passes whose order nobody takes.
     """
 
     def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,6 +61,7 @@ class SharedOrder(DistributedSamplerWrapper):
         self.of_user = sampler
         self._generator = generator if isinstance(generator, torch.Generator) else None
         self._states = {} if self._generator is None else {0: self._generator.get_state()}  # by epochs that are through
+        self._missed: list[int] = []  # epochs, which copies of this share
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -71,19 +73,30 @@ class SharedOrder(DistributedSamplerWrapper):
         """Return what Lightning tells the number of the epoch on one device."""
         return self.of_user
 
+    def miss(self, epochs: Iterable[int]) -> None:
+        """Takes note that another process has drawn these ``epochs``, the last ones before the next pass."""
+        if self._generator is None and not callable(getattr(self._told_epochs(), "set_epoch", None)):
+            self._missed[:] = epochs
+
     @override
     def __iter__(self) -> Iterator:
         with isolate_rng(include_cuda=False):
-            seed = self.seed + self.epoch
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
+            while self._missed:
+                self._seed(self._missed.pop(0))
+                deque(self.of_user, maxlen=0)
+            self._seed(self.epoch)
             if self._generator is None:
                 return super().__iter__()
             self._go_to_epoch(self._generator)
             order = super().__iter__()
             self._states[self.epoch + 1] = self._generator.get_state()
             return order
+
+    def _seed(self, epoch: int) -> None:
+        seed = self.seed + epoch
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     def _go_to_epoch(self, generator: torch.Generator) -> None:
         known = max(epoch for epoch in self._states if epoch <= self.epoch)
@@ -134,6 +147,12 @@ def share(
 def is_of_trainer(sampler: object) -> bool:
     """Tells whether :func:`share` has made ``sampler``, and not the user."""
     return hasattr(sampler, _OF_TRAINER)
+
+
+def order_of(loader: DataLoader) -> SharedOrder | None:
+    """Finds the order of the user's that the trainer shares out in ``loader``."""
+    places = (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler)
+    return next((place for place in places if isinstance(place, SharedOrder)), None)
 
 
 def deal_batches(loader: DataLoader, *, equal: bool, num_replicas: int, rank: int) -> DealtBatches | None:

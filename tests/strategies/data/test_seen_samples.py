@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, SubsetRandomSampler
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
@@ -77,6 +78,19 @@ class Growing(BatchSampler):
         return len(self.sampler) // 2  # type: ignore[arg-type]
 
 
+class ByNumpy(Sampler):
+    """Shuffles by a generator that goes on from epoch to epoch, and is none of torch's."""
+
+    def __init__(self) -> None:
+        self.numbers = np.random.default_rng(3)
+
+    def __iter__(self) -> Any:
+        return iter(self.numbers.permutation(23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
 class Stateful(DataLoader):
     """Keeps a position of its own, of which nobody knows what it counts."""
 
@@ -103,6 +117,8 @@ def data_of(kind: str, size: int) -> Any:
         case "drawing":
             generator = torch.Generator().manual_seed(3)
             return loader(23, size, sampler=SubsetRandomSampler(range(23), generator=generator))
+        case "by numpy":
+            return loader(23, size, sampler=ByNumpy())
         case "growing":
             rows = loader(24).dataset
             return DataLoader(rows, batch_sampler=Growing(SequentialSampler(rows), size, True))
@@ -143,6 +159,7 @@ def kinds(path: Path, everything: bool) -> dict[str, Any]:
     found = {"stream": both(path, "stream", 9)}
     found["subset"] = both(path, "subset", 8, accumulate_grad_batches=2, val_check_interval=3)
     found["drawing"] = both(path, "drawing", 9 if everything else 15)
+    found["by numpy"] = both(path, "by numpy", 9 if everything else 15)
     if not everything:
         return found
     found["shuffled"] = both(path, "shuffled", 8)
