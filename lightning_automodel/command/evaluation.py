@@ -12,8 +12,9 @@ from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
-from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained, trusts
+from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained
 from lightning_automodel.finetuning.sources import find_sources
+from lightning_automodel.finetuning.trust import trusts
 from lightning_automodel.pages import check_folder
 
 

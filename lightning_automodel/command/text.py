@@ -20,15 +20,9 @@ from transformers.utils import logging as transformers_logging
 from lightning_automodel.command.quiet import warnings_only
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.pretrained import (
-    TOKENIZER,
-    UNTRUSTED,
-    Pretrained,
-    asking_trust,
-    looked_up,
-    of_lookup,
-    trusts,
-)
+from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained, looked_up
+from lightning_automodel.finetuning.tokenizers import of_lookup
+from lightning_automodel.finetuning.trust import UNTRUSTED, asking_trust, trusts
 
 _LOGGERS = ("lightning_automodel", "lightning.pytorch", "lightning.fabric")  # the terminal is the conversation's
 

@@ -26,7 +26,6 @@ from lightning_automodel.finetuning.adapters import (
 from lightning_automodel.finetuning.pretrained import (
     TOKENIZER,
     Pretrained,
-    check_vocabulary,
     find_config,
     looked_up,
     read_config,
@@ -35,6 +34,7 @@ from lightning_automodel.finetuning.pretrained import (
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.schedule import WarmupCosine
 from lightning_automodel.finetuning.token_loss import TokenLoss, TokenPerplexity, TokenWindow, count_causal_targets
+from lightning_automodel.finetuning.tokenizers import check_vocabulary
 from lightning_automodel.gradients import scale_
 from lightning_automodel.metrics import expert_loads
 

@@ -16,11 +16,11 @@ from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
 from lightning_automodel.finetuning.loader import EpochShuffle, ResumableLoader
 from lightning_automodel.finetuning.mixture import Files, repeat, sources_of, weights_of
-from lightning_automodel.finetuning.pretrained import load_beside, padding_of
 from lightning_automodel.finetuning.report import describe_rows, describe_stream
 from lightning_automodel.finetuning.rows import Collator, LongDocuments, RowDataset, cut, pack
 from lightning_automodel.finetuning.store import Part, TokenStore, store_key
 from lightning_automodel.finetuning.streams import RowStream
+from lightning_automodel.finetuning.tokenizers import load_beside, padding_of
 
 Split = Literal["train", "val", "test", "predict"]
 _SPLITS: dict[str | None, tuple[Split, ...]] = {

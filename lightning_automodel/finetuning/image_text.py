@@ -20,10 +20,10 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImage
 
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.pretrained import load_beside
 from lightning_automodel.finetuning.rows import IGNORED
 from lightning_automodel.finetuning.sources import ChatRecord, expand, read_records
 from lightning_automodel.finetuning.splits import SplitDataModule
+from lightning_automodel.finetuning.tokenizers import load_beside
 
 Batch = dict[str, Tensor]
 

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.chat import read_template
 from lightning_automodel.finetuning.encoding import Document, Encoder
-from lightning_automodel.finetuning.pretrained import load_beside, padding_of
 from lightning_automodel.finetuning.rows import Collator, join
 from lightning_automodel.finetuning.sources import PairRecord, Source, find_sources, make_pair
 from lightning_automodel.finetuning.splits import SplitDataModule
+from lightning_automodel.finetuning.tokenizers import load_beside, padding_of
 
 Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
 

@@ -11,10 +11,11 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
 
 from lightning_automodel.checkpointing.hugging_face.models import ADAPTER_CONFIG, holds_adapters
+from lightning_automodel.finetuning.trust import UNTRUSTED, asking_trust
 
 _WEIGHTS = (
     "model.safetensors",
@@ -23,8 +24,6 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZER = "tokenizer_config.json"
-_OF_LOOKUP = ("trust_remote_code", "revision", "token", "cache_dir", "local_files_only", "proxies")
-UNTRUSTED = {"trust_remote_code": False}  # where transformers would ask on the terminal, on each rank
 _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")  # in a config they say what its files hold
 
 
@@ -241,97 +240,6 @@ def refuse_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
         raise ValueError(
             f"model={name!r} is an encoder-decoder ({type(config).__name__}); CausalLM trains decoders. Build it in a "
             "LightningModule of your own, with AutoModelForSeq2SeqLM: the strategies take it as it is"
-        )
-
-
-def tokenizer_name_of(module: Any) -> str | None:
-    """Return what a LightningModule's model was trained with (``tokenizer_name``), by default what it is read from
-    (``model_name``); ``None`` if it says neither.
-    """
-    return getattr(module, "tokenizer_name", None) or getattr(module, "model_name", None)
-
-
-def of_lookup(kwargs: Any) -> dict[str, Any]:
-    """Return those arguments of a model's ``from_pretrained`` that hold for its tokenizer, too: where to look."""
-    return {key: value for key, value in (kwargs or {}).items() if key in _OF_LOOKUP}
-
-
-def load_beside(auto_class: Any, field: str, name: str | None, kwargs: Mapping[str, Any] | None, module: Any) -> Any:
-    """Loads what stands beside a model: a tokenizer, or a processor.
-
-    Args:
-        auto_class: of transformers, such as ``AutoTokenizer``.
-        field: that holds ``name``, for errors; ``kwargs`` are those of ``{field}_kwargs``.
-        name: directory, or name on the hub; ``None``: that of the module's model, found where that is.
-        kwargs: more arguments of ``from_pretrained``.
-        module: that is trained.
-
-    Raises:
-        ValueError: if neither says a name, or it leads nowhere, or to code that nobody has allowed to run.
-    """
-    found, lookup, where = name, {}, f"{field}_kwargs"
-    if found is None:
-        found, lookup, where = (
-            tokenizer_name_of(module),
-            of_lookup(getattr(module, "model_kwargs", None)),
-            "model_kwargs",
-        )
-    if found is None:
-        raise ValueError(
-            f"{field}=None takes the {field} of the module's `model_name`, and there is none; give {field}=<name or "
-            "directory>"
-        )
-    with looked_up(found), asking_trust(found, where):
-        return auto_class.from_pretrained(found, **{**UNTRUSTED, **lookup, **(kwargs or {})})
-
-
-def trusts(kwargs: Mapping[str, Any] | None) -> bool:
-    """Tell whether arguments of ``from_pretrained`` let code run that comes with a model."""
-    return bool((kwargs or {}).get("trust_remote_code"))
-
-
-@contextmanager
-def asking_trust(name: str, where: str) -> Generator[None, None, None]:
-    """Says what a model, or a tokenizer, wants whose code nobody has allowed to run within this context.
-
-    Raises:
-        ValueError: in place of transformers' own.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{name!r} comes with code of its own; once you have read it, allow it to run with "
-            f"{where}.trust_remote_code=true"
-        ) from error
-
-
-def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id that fills rows: any will do, because no label and no mask counts it."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(token for token in candidates if token is not None)
-
-
-def check_vocabulary(config: PreTrainedConfig, data: Any) -> None:
-    """Refuses data with tokens that a model does not embed.
-
-    Args:
-        config: of the model.
-        data: a data module; if it has ``largest_token``, the largest id that was read, that is looked at.
-
-    Raises:
-        ValueError: naming both sizes.
-    """
-    largest = getattr(data, "largest_token", -1)
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    if size is not None and largest >= size:
-        tokenizer = data.loaded_tokenizer
-        raise ValueError(
-            f"the data hold token {largest} of tokenizer {tokenizer.name_or_path!r} ({len(tokenizer)} tokens), and the "
-            f"model embeds {size} (0 to {size - 1}); use the model's own tokenizer, or a model whose embeddings were "
-            "resized (model.resize_token_embeddings) and saved"
         )
 
 

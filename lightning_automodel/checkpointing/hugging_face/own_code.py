@@ -47,7 +47,7 @@ def classes_beside(architecture: str, config: str, source: str, *, trusts: bool)
     if not trusts:
         raise ValueError(
             f"{architecture} comes with code of its own, which lies at {source!r}; once you have read it, allow it to "
-            "run with trust_remote_code=true"
+            "run with --trust_remote_code=true (of evaluate and generate: --model_kwargs.trust_remote_code=true)"
         )
     try:
         model: Any = get_class_from_dynamic_module(references[auto_class], source)
