@@ -12,8 +12,9 @@ from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
+from lightning_automodel.finetuning.image_text import ImageTextDataModule, ImageTextLM, is_image_text
 from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained
-from lightning_automodel.finetuning.sources import find_sources
+from lightning_automodel.finetuning.sources import Source, find_sources
 from lightning_automodel.finetuning.trust import trusts
 from lightning_automodel.pages import check_folder
 
@@ -37,10 +38,11 @@ def evaluate(
 
     Args:
         model: checkpoint, directory that save_pretrained or export wrote (of an adapter, too), or name on the hub.
-        files: held-out text, in the forms that training takes; loss and perplexity are over all its target tokens.
+        files: held-out text, or chats with images, in the forms that training takes; loss and perplexity are over all
+            target tokens.
         tasks: of the lm-evaluation-harness, where that is installed: names, or YAML files; on one process.
         output: file of JSON that gets the numbers, too.
-        tokenizer: directory or name; by default the model's.
+        tokenizer: directory or name, of the processor of a model that reads images; by default the model's.
         sequence_length: tokens of a row, at most; longer documents are split.
         batch_size: rows at a time.
         columns: what the keys of a record are called in the files.
@@ -63,27 +65,35 @@ def evaluate(
         _refuse("--tasks", columns=columns, tp=tp, devices=devices, precision=precision)
     if output is not None:
         check_folder("--output", Path(output).parent)
-    if files is not None:
-        find_sources(files)
+    sources = [] if files is None else find_sources(files)
     with opened(model, trusts=trusts(model_kwargs)) as source:
         if tasks is not None:
             numbers = _run_tasks(Pretrained.of(source), model_kwargs, tasks, tokenizer, batch_size, limit)
         else:
-            data = TextDataModule(
-                tokenizer=tokenizer,
-                val_files=files,
-                sequence_length=sequence_length,
-                batch_size=batch_size,
-                columns=columns,
-            )
-            module = CausalLM(source, model_kwargs=model_kwargs)
+            rows = {"sequence_length": sequence_length, "batch_size": batch_size, "val_files": files}
+            module, data = _subject(source, model_kwargs, sources, columns, {"tokenizer": tokenizer, **rows})
             trainer = make_trainer(module.model_name, tp, devices, precision)
             (logged,) = trainer.validate(module, data, verbose=False)
             if not trainer.is_global_zero:
                 return
-            rows = len(data.datasets["val"])
-            numbers = {"loss": logged["val/loss"], "perplexity": logged["val/perplexity"], "rows": rows}
+            count = len(data.datasets["val"])
+            numbers = {"loss": logged["val/loss"], "perplexity": logged["val/perplexity"], "rows": count}
     _tell(numbers, output)
+
+
+def _subject(
+    source: str,
+    model_kwargs: dict[str, Any] | None,
+    sources: list[Source],
+    columns: dict[str, str] | None,
+    rows: dict[str, Any],
+) -> tuple[CausalLM, Any]:
+    """Make the module that trains such a model, and the data module that reads such files."""
+    config, _ = Pretrained.of(source).find_config(model_kwargs or {})
+    if not is_image_text(config, sources):
+        return CausalLM(source, model_kwargs=model_kwargs), TextDataModule(columns=columns, **rows)
+    _refuse("models that read images", columns=columns)
+    return ImageTextLM(source, model_kwargs=model_kwargs), ImageTextDataModule(rows.pop("tokenizer"), **rows)
 
 
 def _refuse(what: str, **others: Any) -> None:

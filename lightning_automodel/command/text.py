@@ -8,20 +8,22 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from lightning_automodel.command.quiet import warnings_only
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.finetuning.causal_lm import CausalLM
-from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained, looked_up
-from lightning_automodel.finetuning.tokenizers import of_lookup
+from lightning_automodel.finetuning.image_text import ImageTextLM, is_image_text, process
+from lightning_automodel.finetuning.pretrained import Pretrained, looked_up, read_config
+from lightning_automodel.finetuning.tokenizers import of_lookup, padding_of
 from lightning_automodel.finetuning.trust import UNTRUSTED, asking_trust, trusts
 
 _LOGGERS = ("lightning_automodel", "lightning.pytorch", "lightning.fabric")  # the terminal is the conversation's
@@ -59,6 +61,23 @@ class Sampling:
         return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **chosen}
 
 
+@dataclass(frozen=True)
+class Talk:
+    """What is asked, and how it is answered.
+
+    Attributes:
+        prompts: ``None``: lines of the standard input.
+        system: instruction before a conversation.
+        images: files that stand before the first prompt.
+        sampling: how tokens are chosen.
+    """
+
+    prompts: list[str] | None
+    system: str | None
+    images: list[str]
+    sampling: Sampling
+
+
 def generate(
     model: str,
     prompt: str | None = None,
@@ -67,6 +86,7 @@ def generate(
     tp: int | None = None,
     precision: str | None = None,
     model_kwargs: dict[str, Any] | None = None,
+    image: list[str] | str | None = None,
     sampling: Sampling = Sampling(),
 ) -> None:
     """Generates text with a checkpoint, an export or a model of the hub; converses where there is a chat template.
@@ -75,66 +95,82 @@ def generate(
         model: checkpoint, directory that save_pretrained or export wrote (of an adapter, too), or name on the hub.
         prompt: what is answered; by default each line of the standard input.
         system: instruction before a conversation.
-        tokenizer: directory or name; by default the model's.
+        tokenizer: directory or name, of the processor of a model that reads images; by default the model's.
         tp: ranks among which the model is split; by default as many as its weights need.
         precision: of the trainer; by default bf16-true on CUDA, else 32-true.
         model_kwargs: more arguments of from_pretrained, as in training: --model_kwargs.trust_remote_code=true.
+        image: files of images that stand before the first prompt, for a model that reads them.
         sampling: how tokens are chosen.
+
+    Raises:
+        ValueError: for files that are not there, a model that reads no images, or no chat template where one is needed.
     """
+    images = [image] if isinstance(image, str) else image or []
+    if missing := [path for path in images if not Path(path).is_file()]:
+        raise ValueError(f"image={missing[0]!r} is no file (here: {Path.cwd()})")
     transformers_logging.disable_progress_bar()
     with opened(model, trusts=trusts(model_kwargs)) as source, warnings_only(*_LOGGERS):
         found = Pretrained.of(source)
-        name = tokenizer or found.holder_of(TOKENIZER)
+        config, _ = found.find_config(model_kwargs or {})
+        kind = _ImageSpeaker if images or is_image_text(config) else _Speaker
+        read_config(found, model_kwargs or {}, kind.auto_class, kind.known_configs)
+        name = tokenizer or found.holder_of(kind.tokenizer_file)
         with looked_up(name), asking_trust(name, "model_kwargs"):
-            loaded = AutoTokenizer.from_pretrained(name, **{**UNTRUSTED, **of_lookup(model_kwargs)})
-        speaker = _Speaker(source, model_kwargs, loaded, [prompt] if prompt is not None else None, system, sampling)
+            loaded = kind.reads_with.from_pretrained(name, **{**UNTRUSTED, **of_lookup(model_kwargs)})
+        speaker = kind(source, model_kwargs=model_kwargs)
+        speaker.begin(loaded, Talk([prompt] if prompt is not None else None, system, images, sampling))
         make_trainer(found.model, tp, None, precision).predict(speaker, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
 
 
 class _Speaker(CausalLM):
     """Answers prompts within one prediction step, so that all ranks of the model go through them together."""
 
-    def __init__(
-        self,
-        model: str,
-        model_kwargs: dict[str, Any] | None,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: list[str] | None,
-        system: str | None,
-        sampling: Sampling,
-    ) -> None:
-        super().__init__(model, model_kwargs=model_kwargs)
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.sampling = sampling
-        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        if system is not None and not tokenizer.chat_template:
-            raise ValueError(f"system={system!r} needs a chat template, and the tokenizer has none")
+    reads_with: Any = AutoTokenizer
+
+    def begin(self, reader: Any, talk: Talk) -> None:
+        """Take what is asked.
+
+        Args:
+            reader: the tokenizer, or the processor.
+            talk: what is asked, and how.
+
+        Raises:
+            ValueError: if there is no chat template where one is needed.
+        """
+        self.reader, self.talk = reader, talk
+        self.messages: list[dict[str, Any]] = []
+        if talk.system is not None:
+            self._check_template(f"system={talk.system!r}")
+            self.messages.append({"role": "system", "content": self._content(talk.system)})
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the reader."""
+        return self.reader
 
     def predict_step(self, batch: Any, batch_idx: int) -> int:  # type: ignore[override]
         """Answers all prompts, and returns how many there were; ``batch`` says nothing."""
         number = -1
         for number, prompt in enumerate(self._prompts()):
-            torch.manual_seed(self.sampling.seed + number)
+            torch.manual_seed(self.talk.sampling.seed + number)
             print_here = self.trainer.is_global_zero
             streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if print_here else None
-            ids = self._ids(prompt).to(self.device)  # [1, tokens]
+            inputs = {name: value.to(self.device) for name, value in self._inputs(prompt).items()}
             answer = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
+                **inputs,
                 streamer=streamer,
-                pad_token_id=self._padding(),
+                pad_token_id=padding_of(self.tokenizer),
                 synced_gpus=False,  # all ranks choose the same tokens
-                **self.sampling.arguments(),
-            )[0, ids.shape[1] :]
-            if self.tokenizer.chat_template:
-                text = self.tokenizer.decode(answer, skip_special_tokens=True)
-                self.messages.append({"role": "assistant", "content": text})
+                **self.talk.sampling.arguments(),
+            )[0, inputs["input_ids"].shape[1] :]
+            if self.reader.chat_template:
+                text: Any = self.tokenizer.decode(answer, skip_special_tokens=True)
+                self.messages.append({"role": "assistant", "content": self._content(text)})
         return number + 1
 
     def _prompts(self) -> Iterator[str]:
-        if self.prompts is not None:
-            yield from self.prompts
+        if self.talk.prompts is not None:
+            yield from self.talk.prompts
             return
         while (line := self._next_line()) is not None:
             if line.strip():
@@ -151,13 +187,47 @@ class _Speaker(CausalLM):
             dist.broadcast_object_list(line)
         return None if line[0] is None else line[0].rstrip("\n")
 
-    def _ids(self, prompt: str) -> Tensor:
-        if not self.tokenizer.chat_template:
-            return self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        self.messages.append({"role": "user", "content": prompt})
-        text = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    def _inputs(self, prompt: str) -> dict[str, Tensor]:
+        """Return what the model reads, one row each: the conversation so far, or the prompt alone."""
+        text: Any = prompt
+        if self.reader.chat_template:
+            self.messages.append({"role": "user", "content": self._content(prompt)})
+            text = self.reader.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+        special = not self.reader.chat_template  # which writes them itself
+        ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def _padding(self) -> int:
-        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return next(token for token in candidates if token is not None)
+    def _content(self, text: str) -> Any:
+        return text
+
+    def _check_template(self, what: str) -> None:
+        if not self.reader.chat_template:
+            reader = self.reads_with.__name__.removeprefix("Auto").lower()
+            raise ValueError(f"{what} needs a chat template, and the {reader} has none")
+
+
+class _ImageSpeaker(_Speaker, ImageTextLM):
+    """The same of a model that reads images."""
+
+    reads_with = AutoProcessor
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the processor."""
+        return self.reader.tokenizer
+
+    def begin(self, reader: Any, talk: Talk) -> None:
+        """Take what is asked; the arguments are those of text."""
+        super().begin(reader, talk)
+        self._check_template("a model that reads images")
+
+    def _inputs(self, prompt: str) -> dict[str, Tensor]:
+        shown = [{"type": "image", "image": path} for path in self.talk.images if not self._has_spoken()]
+        self.messages.append({"role": "user", "content": [*shown, *self._content(prompt)]})
+        return process(self.reader, [self.messages], add_generation_prompt=True)
+
+    def _has_spoken(self) -> bool:
+        return any(message["role"] == "user" for message in self.messages)
+
+    def _content(self, text: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text}]

@@ -8,7 +8,7 @@
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedConfig,
+)
 
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.rows import IGNORED
-from lightning_automodel.finetuning.sources import ChatRecord, expand, read_records
+from lightning_automodel.finetuning.sources import ChatRecord, Source, expand, read_records
 from lightning_automodel.finetuning.splits import SplitDataModule
 from lightning_automodel.finetuning.tokenizers import load_beside
 
@@ -34,6 +39,25 @@ class ImageTextLM(CausalLM):
     auto_class = AutoModelForImageTextToText
     tokenizer_file = "processor_config.json"
     known_configs = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def is_image_text(config: PreTrainedConfig, sources: Iterable[Source] = ()) -> bool:
+    """Tell whether a model is one for :class:`ImageTextLM`, and not for ``CausalLM``.
+
+    Args:
+        config: of the model.
+        sources: records that it is to read; a model that both train (Gemma 3) is one for images where they show some.
+    """
+    code = getattr(config, "auto_map", None) or {}
+
+    def trains(kind: type[CausalLM]) -> bool:
+        return type(config) in kind.known_configs or kind.auto_class.__name__ in code
+
+    if not trains(ImageTextLM):
+        return False
+    return not trains(CausalLM) or any(
+        isinstance(record, ChatRecord) and images_of(record.messages) for source in sources for record in source.read()
+    )
 
 
 class ImageTextDataModule(SplitDataModule):
@@ -137,6 +161,30 @@ def images_of(messages: Sequence[dict[str, Any]]) -> list[str]:
     return [part["image"] for part in _parts(messages) if part.get("type") == "image"]
 
 
+def process(processor: Any, conversations: list[list[dict[str, Any]]], multiple: int = 1, **template: Any) -> Batch:
+    """Make a batch of conversations: what the processor returns for the text of its template, and for the images.
+
+    Args:
+        processor: of a model.
+        conversations: messages; images are paths.
+        multiple: rows are padded to a multiple of it.
+        template: more arguments of ``apply_chat_template``.
+    """
+    from PIL import Image
+
+    texts = [processor.apply_chat_template(c, tokenize=False, **template) for c in conversations]
+    images = [[Image.open(path).convert("RGB") for path in images_of(c)] for c in conversations]
+    found = processor(
+        text=texts,
+        images=images if any(images) else None,
+        padding=True,
+        pad_to_multiple_of=multiple,
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    return dict(found)
+
+
 @dataclass(frozen=True)
 class ChatCollator:
     """Makes a batch of chats: what the processor returns, and ``labels`` int64 [batch, seq].
@@ -157,7 +205,7 @@ class ChatCollator:
         Raises:
             ValueError: naming the record, if it is too long, or the template changes what came before.
         """
-        batch = self._process([record.messages for record in records])
+        batch = process(self.processor, [record.messages for record in records], self.multiple)
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for row, record in enumerate(records):
             offset = int(batch["attention_mask"][row].argmax())  # padding may stand on the left
@@ -169,21 +217,6 @@ class ChatCollator:
         for token in self._image_tokens():
             labels[batch["input_ids"] == token] = IGNORED
         return {**batch, "labels": labels}
-
-    def _process(self, conversations: list[list[dict[str, Any]]], **template: Any) -> Batch:
-        from PIL import Image
-
-        texts = [self.processor.apply_chat_template(c, tokenize=False, **template) for c in conversations]
-        images = [[Image.open(path).convert("RGB") for path in images_of(c)] for c in conversations]
-        found = self.processor(
-            text=texts,
-            images=images if any(images) else None,
-            padding=True,
-            pad_to_multiple_of=self.multiple,
-            add_special_tokens=False,
-            return_tensors="pt",
-        )
-        return dict(found)
 
     def _turns(self, record: ChatRecord, ids: Tensor) -> list[tuple[int, int]]:
         """Find the tokens of the assistant's turns: what the template adds behind the header that asks for them."""
@@ -214,7 +247,7 @@ class ChatCollator:
             rest = whole[len(words) :]
             if whole[: len(words)] == words and ids[len(ids) - len(rest) :].tolist() == rest:
                 return len(ids) - len(rest)
-        batch = self._process([first], **template)
+        batch = process(self.processor, [first], self.multiple, **template)
         alone = batch["input_ids"][0, batch["attention_mask"][0].bool()]
         return len(alone) if torch.equal(ids[: len(alone)], alone) else None
 

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 from examples.vision import make_model, make_pictures
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.cli import main
-from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM
+from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM, image_text
 from lightning_automodel.finetuning.image_text import ChatCollator
 from lightning_automodel.finetuning.sources import ChatRecord
 from lightning_automodel.testing.pool import Nursery, Pool
@@ -66,8 +66,8 @@ def test_images_are_prepared_once_unless_more_follow(
     asked = [_message("user", "?", *shown) for shown in (images[:1], images[1 : 1 + later], [])]
     messages = [m for ask, answer in zip(asked, said, strict=True) for m in (ask, _message("assistant", answer))]
     processor = AutoProcessor.from_pretrained(folder / "model")
-    calls, process = [], ChatCollator._process
-    monkeypatch.setattr(ChatCollator, "_process", lambda *a, **k: calls.append(1) or process(*a, **k))
+    calls, process = [], image_text.process
+    monkeypatch.setattr(image_text, "process", lambda *a, **k: calls.append(1) or process(*a, **k))
     found = ChatCollator(processor, 256)([ChatRecord("here", messages, None)])["labels"]
     assert len(calls) == times
     monkeypatch.setattr(ChatCollator, "_words", lambda _, messages, **k: [len(messages)])  # by the processor itself
