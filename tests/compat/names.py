@@ -131,10 +131,16 @@ ATTRIBUTES = {
         "_swap_models",
         "_use_buffers",
     ),
-    f"{PL}.loops.evaluation_loop:_EvaluationLoop": ("_data_fetcher", "_results", "_store_dataloader_outputs"),
+    f"{PL}.loops.evaluation_loop:_EvaluationLoop": (
+        "_data_fetcher",
+        "_last_val_dl_reload_epoch",
+        "_results",
+        "_store_dataloader_outputs",
+    ),
     f"{PL}.loops.fit_loop:_FitLoop": (
         "_combined_loader",
         "_data_fetcher",
+        "_last_train_dl_reload_epoch",
         "_load_combined_loader_states",
         "_restarting",
         "_skip_backward",

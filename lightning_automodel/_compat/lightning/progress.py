@@ -210,6 +210,53 @@ def before_first_batch(trainer: Trainer, prepare: Callable[[CombinedLoader], Non
     vars(loop)["_load_combined_loader_states"] = prepared
 
 
+def epochs_of_loading(trainer: Trainer) -> list[int | None]:
+    """Return the epochs in which ``trainer`` has asked for its loaders of training, and of the validation within.
+
+    Lightning's checkpoints do not hold them, and a run that resumes asks in other epochs.
+    """
+    loop = trainer.fit_loop
+    epochs = (loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
+    return [int(epoch) if epoch >= 0 else None for epoch in epochs]
+
+
+def set_epoch_of_loading(trainer: Trainer, epoch: int) -> None:
+    """Lets ``trainer`` have asked for its training loaders in ``epoch``, when it has."""
+    loop = trainer.fit_loop
+    reset = loop.reset
+
+    def prepared() -> None:
+        vars(loop).pop("reset")
+        loop._last_train_dl_reload_epoch = epoch
+        reset()
+
+    vars(loop)["reset"] = prepared
+
+
+def before_first_validation(
+    trainer: Trainer, prepare: Callable[[CombinedLoader], None], epoch_of_loading: int | None
+) -> None:
+    """Calls ``prepare``, once, when the validation loaders of training are known and none has begun.
+
+    Args:
+        trainer: about to train.
+        prepare: from the loaders.
+        epoch_of_loading: in which the trainer shall have asked for them, if that is another one.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    setup = loop.setup_data
+
+    def prepared() -> None:
+        setup()
+        if loop._combined_loader is not None:
+            vars(loop).pop("setup_data", None)
+            prepare(loop._combined_loader)
+            if epoch_of_loading is not None:
+                loop._last_val_dl_reload_epoch = epoch_of_loading
+
+    vars(loop)["setup_data"] = prepared
+
+
 def before_each_step(trainer: Trainer, act: Callable[[], None]) -> None:
     """Calls ``act`` before the first micro-batch of each step, before its hooks, until the run ends.
 
@@ -230,6 +277,11 @@ def before_each_step(trainer: Trainer, act: Callable[[], None]) -> None:
 def training_loader(trainer: Trainer) -> CombinedLoader | None:
     """Returns the loaders of the training, or ``None`` before they are asked for."""
     return trainer.fit_loop._combined_loader
+
+
+def validation_loader(trainer: Trainer) -> CombinedLoader | None:
+    """Returns the loaders of the validation within training, or ``None`` before they are asked for."""
+    return trainer.fit_loop.epoch_loop.val_loop._combined_loader
 
 
 def cycles(loader: CombinedLoader | None) -> bool:

@@ -39,10 +39,10 @@ from lightning_automodel._compat.lightning.progress import (
     is_stateful,
     position_in_epoch,
     set_batches_through,
-    set_sampler_epoch,
 )
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.strategies.data.passes import describe_passes, load_when_due, make_up_for_passes
 from lightning_automodel.strategies.data.positions import (
     POSITIONS,
     holds_one_position,
@@ -50,7 +50,7 @@ from lightning_automodel.strategies.data.positions import (
     warn_of_other_ranks,
 )
 from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
-from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder, order_of
+from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 SEEN = "samples_seen"
@@ -147,7 +147,11 @@ class SeenSamples:
         loaders = [] if combined is None else combined.flattened
         found = [_describe(loader, data_size, cycles(combined)) for loader in loaders]
         surplus = self._surplus.get(position_in_epoch(trainer).epoch, [0] * len(found))
-        return {"loaders": [batches and asdict(batches) for batches in found], "surplus": surplus}
+        return {
+            "loaders": [batches and asdict(batches) for batches in found],
+            "surplus": surplus,
+            **describe_passes(trainer, combined),
+        }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Keeps what a checkpoint says, for :meth:`go_on`."""
@@ -169,16 +173,16 @@ class SeenSamples:
         go_on_in_epoch(trainer)
         position = position_in_epoch(trainer)
         loaders, limits = combined.flattened, combined.limits or []
-        for loader in loaders:
-            _tell_epoch(loader, position.epoch, trainer)  # now: workers ask for the order before the epoch begins
+        make_up_for_passes(trainer, combined, self._saved, position.epoch)
         if not position.batches:
             end_epoch(trainer)
         elif self._positions not in (0, size):
             warn_of_other_ranks(_with_own_position(loaders), self._positions, size)
         elif self._is_of_one:
             warn_of_one_position(next(filter(is_stateful, loaders), None), size)
-        if not position.batches and has_begun_pass(trainer):
-            combined.flattened = [_begun(loader, size, cycles(combined)) for loader in loaders]
+        is_due = load_when_due(trainer, position, self._saved)
+        if not position.batches and (is_due or has_begun_pass(trainer)):
+            combined.flattened = [_begun(loader, size, cycles(combined), position.epoch == 0) for loader in loaders]
         if not position.batches or len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
@@ -199,15 +203,6 @@ class SeenSamples:
             resumed(loader, rests[i].loader, rests[i].through) if i in rests else loader
             for i, loader in enumerate(loaders)
         ]
-
-
-def _tell_epoch(loader: Any, epoch: int, trainer: "pl.Trainer") -> None:
-    """Tell the samplers of ``loader`` the number of the epoch, and users' own which came before."""
-    set_sampler_epoch(loader, epoch)
-    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    order = order_of(loader) if isinstance(loader, DataLoader) else None
-    if order is not None:
-        order.miss(range(epoch - epoch % every if every else 0, epoch))
 
 
 def _count_anew(*loaders: Any) -> None:
@@ -232,8 +227,9 @@ def _with_own_position(loaders: Iterable[Any]) -> Any:
     return next((loader for loader in loaders if is_stateful(loader) and not counts_batches(loader)), None)
 
 
-def _begun(loader: Any, data_ranks: int, is_cycled: bool) -> Any:
-    return loader if _describe(loader, data_ranks, is_cycled) is None else resumed(loader)
+def _begun(loader: Any, data_ranks: int, is_cycled: bool, is_read: bool) -> Any:
+    """Let the first pass of ``loader`` be one that had begun, or that is none, where a later one is read."""
+    return loader if _describe(loader, data_ranks, is_cycled) is None else resumed(loader, None if is_read else ())
 
 
 def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:

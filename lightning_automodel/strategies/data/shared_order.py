@@ -4,8 +4,7 @@ import contextlib
 import inspect
 import os
 import random
-from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from lightning_automodel._compat.lightning.trainer import remembers_arguments
 from lightning_automodel.strategies.data.streams import FirstSamples
 
 _OF_TRAINER = "_divides_for_the_trainer"
+_PASSES = "_passes_of_lightning_automodel"
 
 
 class FirstOfOrder(FirstSamples):
@@ -32,36 +32,25 @@ class FirstOfOrder(FirstSamples):
     )
 
 
-class _Noted:
-    """Gives what ``source`` does, and notes the first of it."""
-
-    def __init__(self, source: Any, first_samples: FirstSamples) -> None:
-        self.source, self.first_samples = source, first_samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.first_samples.noted(iter(self.source))
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-
 class SharedOrder(DistributedSamplerWrapper):
     """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part.
 
-    What an epoch draws follows from its number, also where the sampler has a generator of its own: that one is brought
-    to where it would be after the epochs before. What else a sampler keeps from pass to pass (a generator of numpy, a
-    counter) is brought there in a run that resumes, by passes whose order nobody takes.
+    A pass is one of the sampler's, begun and read where one device would: what that keeps from pass to pass (a
+    generator, a counter) goes on, also where its loader is made anew. What it draws from torch, numpy and ``random``
+    themselves follows from the epoch.
+
+    Attributes:
+        of_user: the sampler.
+        passes: of it so far, in whatever share: the epoch that the share was told, and whether the order was read.
     """
 
     def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sampler, *args, **kwargs)
         self.first_samples = FirstOfOrder()
-        noted: Any = _Noted(sampler, self.first_samples) if isinstance(sampler, Sized) else sampler
-        super().__init__(noted, *args, **kwargs)
-        generator = getattr(sampler, "generator", None)
         self.of_user = sampler
-        self._generator = generator if isinstance(generator, torch.Generator) else None
-        self._states = {} if self._generator is None else {0: self._generator.get_state()}  # by epochs that are through
-        self._missed: list[int] = []  # epochs, which copies of this share
+        self.passes: list[list[Any]] = []
+        if hasattr(sampler, "__dict__"):
+            self.passes = vars(sampler).setdefault(_PASSES, self.passes)
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -73,36 +62,50 @@ class SharedOrder(DistributedSamplerWrapper):
         """Return what Lightning tells the number of the epoch on one device."""
         return self.of_user
 
-    def miss(self, epochs: Iterable[int]) -> None:
-        """Takes note that another process has drawn these ``epochs``, the last ones before the next pass."""
-        if self._generator is None and not callable(getattr(self._told_epochs(), "set_epoch", None)):
-            self._missed[:] = epochs
+    def make_up_for(self, passes: list[list[Any]], generator: torch.Generator | None) -> None:
+        """Makes the passes that another process has made, and this one has not.
+
+        Args:
+            passes: those of the other.
+            generator: that the loader draws the seed of its workers from, at the beginning of each.
+        """
+        if callable(getattr(self._told_epochs(), "set_epoch", None)):
+            return  # says by itself what its order is
+        for epoch, is_read in passes[len(self.passes) :]:
+            with isolate_rng(include_cuda=False):
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+            begun, items = self._begin(epoch)
+            if is_read:
+                self._read(begun, items)
 
     @override
     def __iter__(self) -> Iterator:
+        begun, items = self._begin(self.epoch)
+        return self._part(begun, self.first_samples.noted(items))
+
+    def _part(self, begun: list[Any], items: Iterator) -> Iterator:
+        order = self._read(begun, items)
+        for index in DistributedSampler.__iter__(self):
+            yield order[index]
+
+    def _begin(self, epoch: int) -> tuple[list[Any], Iterator]:
+        begun = [epoch, False]
+        self.passes.append(begun)
         with isolate_rng(include_cuda=False):
-            while self._missed:
-                self._seed(self._missed.pop(0))
-                deque(self.of_user, maxlen=0)
-            self._seed(self.epoch)
-            if self._generator is None:
-                return super().__iter__()
-            self._go_to_epoch(self._generator)
-            order = super().__iter__()
-            self._states[self.epoch + 1] = self._generator.get_state()
-            return order
+            self._seed(epoch)
+            return begun, iter(self.of_user)
+
+    def _read(self, begun: list[Any], items: Iterator) -> list[Any]:
+        begun[1] = True
+        with isolate_rng(include_cuda=False):
+            self._seed(begun[0])
+            return list(items)
 
     def _seed(self, epoch: int) -> None:
         seed = self.seed + epoch
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-
-    def _go_to_epoch(self, generator: torch.Generator) -> None:
-        known = max(epoch for epoch in self._states if epoch <= self.epoch)
-        generator.set_state(self._states[known])
-        for _ in range(known, self.epoch):
-            deque(self.of_user, maxlen=0)
 
 
 class DealtBatches(SharedOrder):
@@ -149,9 +152,10 @@ def is_of_trainer(sampler: object) -> bool:
     return hasattr(sampler, _OF_TRAINER)
 
 
-def order_of(loader: DataLoader) -> SharedOrder | None:
-    """Finds the order of the user's that the trainer shares out in ``loader``."""
-    places = (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler)
+def order_of(loader: object) -> SharedOrder | None:
+    """Finds the order of the user's that the trainer shares out in ``loader``, if it does."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None))
     return next((place for place in places if isinstance(place, SharedOrder)), None)
 
 
