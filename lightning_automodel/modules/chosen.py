@@ -34,6 +34,14 @@ def is_chosen_from(holder: nn.Module, name: str) -> bool:
     return any(_chooses(tree, name) for tree in _sources(holder))
 
 
+def skips_layers(model: nn.Module) -> bool:
+    """Tells whether layers are skipped at random (``layerdrop``), by what modules or their configs hold."""
+    held = [vars(module) for module in model.modules()]
+    held += [vars(values["config"]) for values in held if hasattr(values.get("config"), "__dict__")]
+    values = [value for each in held for key, value in each.items() if "layerdrop" in key]
+    return any(isinstance(value, int | float) and value > 0 for value in values)
+
+
 def _sources(holder: nn.Module) -> Iterator[ast.AST]:
     for kind in type(holder).__mro__[: type(holder).__mro__.index(nn.Module)]:
         try:

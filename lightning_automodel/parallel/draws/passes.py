@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_automodel.distributed.random_numbers import RandomNumbers, drawing_from, place_of_users
+from lightning_automodel.modules.chosen import skips_layers
 from lightning_automodel.modules.forward import wrap_forward
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -25,7 +26,7 @@ def draw_from(module: nn.Module, numbers: RandomNumbers) -> None:
     is_new = _NUMBERS not in module.__dict__
     module.__dict__[_NUMBERS] = numbers
     if is_new:
-        wrap_forward(module, _pass(_skips_layers(module)))
+        wrap_forward(module, _pass(skips_layers(module)))
 
 
 def random_numbers_of(module: nn.Module) -> RandomNumbers:
@@ -55,15 +56,7 @@ def lone_dropouts(root: nn.Module, submodels: list[nn.Module]) -> Iterator[nn.Mo
     yield from (m for m in root.modules() if isinstance(m, DROPOUTS) and id(m) not in held)
 
 
-def _skips_layers(model: nn.Module) -> bool:
-    """Tells whether layers are skipped at random (``layerdrop``), by what modules or their configs hold."""
-    held = [vars(module) for module in model.modules()]
-    held += [vars(values["config"]) for values in held if hasattr(values.get("config"), "__dict__")]
-    values = [value for each in held for key, value in each.items() if "layerdrop" in key]
-    return any(isinstance(value, int | float) and value > 0 for value in values)
-
-
-def _pass(skips_layers: bool) -> Callable[..., Any]:
+def _pass(skips: bool) -> Callable[..., Any]:
     def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if _running:
             return forward(*args, **kwargs)
@@ -73,10 +66,10 @@ def _pass(skips_layers: bool) -> Callable[..., Any]:
             _running.append(module)
             stack.callback(_running.pop)
             has_drawn = stack.enter_context(drawing_from(seeds))
-            if skips_layers:
+            if skips:
                 stack.enter_context(_Decisions(seeds.common))
             output = forward(*args, **kwargs)
-            drew = has_drawn() or (skips_layers and module.training)
+            drew = has_drawn() or (skips and module.training)
         if drew:
             numbers.go_on(begins_at, seeds)
         return output

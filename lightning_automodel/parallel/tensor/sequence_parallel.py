@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 from lightning_automodel._compat.torch.tensors import is_in_backward
 from lightning_automodel.distributed.collectives import copy_in, gather, gather_in, reduce_out, scatter_out, split
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.modules.chosen import skips_layers
 from lightning_automodel.modules.forward import SharedByCopies, attributes_again, keep_for_recomputation
 from lightning_automodel.modules.structure import class_names
 from lightning_automodel.modules.wrappers import name_without_wrappers
@@ -53,13 +54,14 @@ def install_sequence_parallel(
         the stream that each block runs on, by the block's name.
     """
     streams: dict[str, Stream] = {}
+    skips = skips_layers(model)  # any block may be the first or the last one that runs
     for blocks in layout.block_lists:
         stream = Stream(group, layout.beside)
         first, last = name_without_wrappers(blocks[0]), name_without_wrappers(blocks[-1])
         for name in blocks:  # of a block and its copies (modules_to_save) one runs
             streams[name] = stream
             place = name_without_wrappers(name)
-            is_first, is_last = place == first, place == last
+            is_first, is_last = skips or place == first, skips or place == last
             block = model.get_submodule(name)
             why = message_of_slice(name, block, group.size())
             BlockOnStream(stream, name, why, is_first=is_first, is_last=is_last).install(block)
