@@ -51,11 +51,12 @@ def make_up_for_passes(trainer: "pl.Trainer", combined: CombinedLoader, saved: M
         epoch: that the first pass of training is of, which may have begun in the run before.
     """
     every: Any = [[before, True] for before in range(epoch)]
+    trained = {id(order.of_user) for order in map(order_of, combined.flattened) if order is not None}
 
     def make_up(loaders: Iterable[Any], saved: Sequence[list[list[Any]]], ends: bool) -> None:
         for loader, passes in zip_longest(loaders, saved, fillvalue=every):
             goes_on = not ends and bool(passes) and passes[-1][0] == epoch
-            if (order := order_of(loader)) is not None:
+            if (order := order_of(loader)) is not None and not (ends and id(order.of_user) in trained):
                 order.make_up_for(passes[:-1] if goes_on else passes, loader.generator)
 
     for loader in combined.flattened:

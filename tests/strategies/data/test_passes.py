@@ -62,6 +62,7 @@ KINDS: dict[str, Any] = {
     "told": lambda: {"sampler": Told()},
     "dealt": lambda: {"batch_sampler": ByNumpy(2)},
     "read by workers": lambda: {"sampler": drawing(), "num_workers": 1},
+    "validated, too": lambda: {"sampler": drawing()},
     "seeds drawn alike": lambda: {"sampler": (order := drawing()), "generator": order.generator},
 }
 
@@ -78,6 +79,7 @@ class Watcher(L.LightningModule):
         self.validated: Seen = []
 
     def loader(self, stage: str) -> DataLoader:
+        stage = "any" if self.kind == "validated, too" else stage
         if stage not in self.kept or not self.is_kept:
             self.kept[stage] = DataLoader(TensorDataset(torch.arange(ROWS).float()[:, None]), **KINDS[self.kind]())
         return self.kept[stage]
@@ -135,8 +137,14 @@ def rows(seen: Seen, epoch: int) -> list[list[int]]:
 
 
 EVERY = [(kind, is_kept, every) for kind in KINDS for is_kept in (True, False) for every in (0, 1, 2)]
-EVERY = [case for case in EVERY if case[0] != "seeds drawn alike" or case[2] == 0]
-QUICK = [("drawing", True, 1), ("dealt", False, 1), ("by numpy", False, 2), ("read by workers", True, 1)]
+EVERY = [case for case in EVERY if case[0] not in ("seeds drawn alike", "validated, too") or case[2] == 0]
+QUICK = [
+    ("drawing", True, 1),
+    ("validated, too", True, 0),
+    ("dealt", False, 1),
+    ("by numpy", False, 2),
+    ("read by workers", True, 1),
+]
 
 
 @pytest.mark.slow
