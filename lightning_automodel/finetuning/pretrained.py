@@ -24,7 +24,7 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 TOKENIZER = "tokenizer_config.json"
-_OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")  # in a config they say what its files hold
+OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")  # in a config they say what its files hold
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def find_config(name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     Raises:
         ValueError: if there is none, or it is of another kind.
     """
-    beside = {key: kwargs[key] for key in ("trust_remote_code", *_OF_WEIGHTS) if key in kwargs}
-    asked = {key: value for key, value in {**UNTRUSTED, **kwargs}.items() if key not in _OF_WEIGHTS}
+    beside = {key: kwargs[key] for key in ("trust_remote_code", *OF_WEIGHTS) if key in kwargs}
+    asked = {key: value for key, value in {**UNTRUSTED, **kwargs}.items() if key not in OF_WEIGHTS}
     with looked_up(name), asking_trust(name, "model_kwargs"):
         try:
             config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **asked)

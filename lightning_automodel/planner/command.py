@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import logger
+from lightning_automodel.finetuning.pretrained import OF_WEIGHTS, Pretrained
 from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.pages import check_folder, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
@@ -20,7 +21,7 @@ from lightning_automodel.planner.optimizers import ADAMW, optimizer_of
 from lightning_automodel.planner.plan import Plan, build, plan
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.report import describe
-from lightning_automodel.planner.run_file import FIELDS, SIZES, read_run, yaml_of
+from lightning_automodel.planner.run_file import FIELDS, SIZES, load, read_run, yaml_of
 from lightning_automodel.planner.search import Rejected, describe_search, search
 
 
@@ -124,8 +125,9 @@ def _plan(
             _check_file(setting, path)
     built = build(told["model"], told.get("peft"), told.get("freeze", ()), told.get("model_kwargs", {}))
     fitting, others = _search(built, run, hardware) if search else ([plan(built, run, hardware)], [])
+    unknown = _unknown(told)
     for one in fitting:
-        one.warnings.extend(_not_planned(told, one))
+        one.warnings.extend([*_not_planned(told, one), *unknown])
     best = fitting[0].run if fitting else None
     if not search:
         print(describe(fitting[0]), end="")
@@ -134,8 +136,13 @@ def _plan(
         save(html, plan_page(found, ranked, others))
         print(f"The page is written to {html}")
     if write and best is not None:
-        save(write, yaml.safe_dump(yaml_of(told, best, hardware.devices), sort_keys=False))
-        print(f"The run is written to {write}: lightning-automodel fit --config={write} --data.train_files=...")
+        _write(write, yaml_of(told, best, hardware.devices, load(run_yaml) if run_yaml else {}))
+
+
+def _write(path: str, run: Mapping[str, Any]) -> None:
+    save(path, yaml.safe_dump(run, sort_keys=False))
+    files = "" if run["data"]["init_args"].get("train_files") else " --data.train_files=..."
+    print(f"The run is written to {path}: lightning-automodel fit --config={path}{files}")
 
 
 def _check_file(setting: str, path: str) -> None:
@@ -162,6 +169,13 @@ def _run_of(told: Mapping[str, Any]) -> Run:
         clips=told.get("clips", True),
         optimizer=optimizer_of(told.get("optimizer", ADAMW)),
     )
+
+
+def _unknown(told: Mapping[str, Any]) -> list[str]:
+    """Say which of ``model_kwargs`` change nothing here: misspelled fields, and what is said about reading weights."""
+    config, beside = Pretrained.of(told["model"]).find_config(told.get("model_kwargs", {}))
+    others = [name for name in beside if name not in OF_WEIGHTS and name != "trust_remote_code"]
+    return [f"model_kwargs.{name} is no field of {type(config).__name__}, and not planned" for name in others]
 
 
 def _not_planned(told: Mapping[str, Any], found: Plan) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lightning_automodel.cli import main
+from lightning_automodel.planner.run_file import read_run
 from tests.support.families import tiny_config
 
 
@@ -127,6 +128,65 @@ def test_what_a_callback_keeps_is_told(model_folder: Path, capsys: pytest.Captur
     trainer = {"devices": 2, "callbacks": [{"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging"}]}
     text = planned(model_folder, capsys, trainer=trainer, model={"model": str(model_folder)})
     assert "EMAWeightAveraging is not planned: its copy of the weights takes" in text
+
+
+def test_what_is_no_field_of_the_config_is_told(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelled field was left out of the plan without a word."""
+    model = {"model": str(model_folder), "model_kwargs": {"num_hiden_layers": 1, "dtype": "bfloat16"}}
+    text = planned(model_folder, capsys, model=model)
+    assert "model_kwargs.num_hiden_layers is no field of LlamaConfig, and not planned" in text
+    assert "model_kwargs.dtype" not in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "world"), [("0,1", "2", 4), ([0, 3], None, 2), ("1,", 1, 1), ("2", 2, 4), ("auto", 1, None)]
+)
+def test_processes_of_a_run_are_counted(tmp_path: Path, devices: Any, nodes: Any, world: int | None) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"trainer": {"devices": devices, "num_nodes": nodes}}))
+    assert read_run(str(tmp_path / "run.yaml")).get("world") == world
+
+
+@pytest.mark.parametrize(("text", "said"), [("[1, 2]", "has no sections"), ("a: [", "is no YAML: while parsing")])
+def test_a_file_that_is_none_of_a_run_is_one_line(
+    text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["plan", f"--config={tmp_path / 'run.yaml'}"])
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_not_planned_stays_in_the_file(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was written as a CausalLM that reads its weights, whose gradients are clipped, of no files."""
+    scratch = {"model": str(model_folder), "from_scratch": True, "lr_scheduler": None}
+    run = {
+        "seed_everything": 3,
+        "trainer": {"devices": 2, "gradient_clip_val": None, "max_steps": 5},
+        "model": {"class_path": "ImageTextLM", "init_args": scratch},
+        "data": {"class_path": "ImageTextDataModule", "init_args": {"train_files": "a.jsonl", "sequence_length": 64}},
+    }
+    paths = [model_folder.parent / name for name in ("run.yaml", "written.yaml")]
+    paths[0].write_text(yaml.safe_dump(run))
+    main(["plan", f"--config={paths[0]}", f"--write={paths[1]}", "--tp=2"])
+    assert capsys.readouterr().out.endswith(f"fit --config={paths[1]}\n")
+    told = yaml.safe_load(paths[1].read_text())
+    assert told["seed_everything"] == 3
+    assert told["model"] == run["model"]
+    assert told["data"]["class_path"] == "ImageTextDataModule"
+    assert told["data"]["init_args"] == {"train_files": "a.jsonl", "sequence_length": 64, "batch_size": 1}
+    trainer = told["trainer"]
+    assert (trainer["gradient_clip_val"], trainer["max_steps"], trainer["devices"]) == (None, 5, 2)
+    assert trainer["strategy"]["init_args"]["tp"] == 2
+
+
+def test_a_model_that_reads_images_is_written_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny_config("llava").save_pretrained(tmp_path / "model")
+    path = tmp_path / "run.yaml"
+    main(["plan", f"--model={tmp_path / 'model'}", "--world=2", "--seq=64", f"--write={path}"])
+    capsys.readouterr()
+    told = yaml.safe_load(path.read_text())
+    names = [told[section]["class_path"].rpartition(".")[2] for section in ("model", "data")]
+    assert names == ["ImageTextLM", "ImageTextDataModule"]
 
 
 CODE = """
