@@ -70,8 +70,8 @@ def _world(trainer: Mapping[str, Any]) -> int | None:
     devices = trainer.get("devices")
     if isinstance(devices, str) and "," in devices:
         devices = [one for one in devices.split(",") if one.strip()]
-    count = len(devices) if isinstance(devices, list) else devices
-    return int(count) * int(trainer.get("num_nodes") or 1) if str(count).isdigit() else None
+    count = str(len(devices) if isinstance(devices, list) else devices)
+    return int(count) * int(trainer.get("num_nodes") or 1) if count.isdigit() else None
 
 
 def _averages(callbacks: Any) -> Iterator[str]:
