@@ -110,7 +110,12 @@ def yaml_of(told: Mapping[str, Any], run: Run, devices: int, like: Mapping[str, 
         "accumulate_grad_batches": run.accumulation,
     }
     axes = {"tp": sizes.tp, "cp": sizes.cp, "ep": sizes.ep, "dp_replicate": sizes.dp_replicate}
-    strategy = {"class_path": "lightning_automodel.FSDP2TPStrategy", "init_args": {**axes, "config": switches}}
+    others = _arguments((like.get("trainer") or {}).get("strategy"))
+    kept = {name: value for name, value in others.items() if name not in SIZES}
+    strategy = {
+        "class_path": "lightning_automodel.FSDP2TPStrategy",
+        "init_args": {**kept, **axes, "config": switches},
+    }
     clips = {} if like else {"gradient_clip_val": 1.0}
     rows = {"sequence_length": run.sequence_length, "batch_size": run.micro_batch}
     model, data = _classes(told, like)

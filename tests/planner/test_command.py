@@ -159,15 +159,16 @@ def test_a_file_that_is_none_of_a_run_is_one_line(
 def test_what_is_not_planned_stays_in_the_file(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was written as a CausalLM that reads its weights, whose gradients are clipped, of no files."""
     scratch = {"model": str(model_folder), "from_scratch": True, "lr_scheduler": None}
+    strategy = {"class_path": "FSDP2TPStrategy", "init_args": {"dp_shard": 2, "save_distributed_checkpoint": False}}
     run = {
         "seed_everything": 3,
-        "trainer": {"devices": 2, "gradient_clip_val": None, "max_steps": 5},
+        "trainer": {"devices": 2, "gradient_clip_val": None, "max_steps": 5, "strategy": strategy},
         "model": {"class_path": "ImageTextLM", "init_args": scratch},
         "data": {"class_path": "ImageTextDataModule", "init_args": {"train_files": "a.jsonl", "sequence_length": 64}},
     }
     paths = [model_folder.parent / name for name in ("run.yaml", "written.yaml")]
     paths[0].write_text(yaml.safe_dump(run))
-    main(["plan", f"--config={paths[0]}", f"--write={paths[1]}", "--tp=2"])
+    main(["plan", f"--config={paths[0]}", f"--write={paths[1]}", "--tp=2", "--dp_shard=auto"])
     assert capsys.readouterr().out.endswith(f"fit --config={paths[1]}\n")
     told = yaml.safe_load(paths[1].read_text())
     assert told["seed_everything"] == 3
@@ -176,7 +177,8 @@ def test_what_is_not_planned_stays_in_the_file(model_folder: Path, capsys: pytes
     assert told["data"]["init_args"] == {"train_files": "a.jsonl", "sequence_length": 64, "batch_size": 1}
     trainer = told["trainer"]
     assert (trainer["gradient_clip_val"], trainer["max_steps"], trainer["devices"]) == (None, 5, 2)
-    assert trainer["strategy"]["init_args"]["tp"] == 2
+    arguments = trainer["strategy"]["init_args"]
+    assert (arguments["tp"], arguments["save_distributed_checkpoint"], "dp_shard" in arguments) == (2, False, False)
 
 
 def test_a_model_that_reads_images_is_written_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -267,6 +269,7 @@ def test_an_interruption_is_one_line(
     assert capsys.readouterr().err == "lightning-automodel: plan was interrupted\n"
 
 
+@pytest.mark.timeout(600)  # alone less than a minute
 @pytest.mark.long
 def test_the_search_ranks_what_fits(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model_folder.parent / "run.yaml"
