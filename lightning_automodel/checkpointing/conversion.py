@@ -45,7 +45,7 @@ def export(
     output: str,
     model: str | None = None,
     tokenizer: str | None = None,
-    config: str | None = None,
+    model_config: str | None = None,
     dtype: str | None = None,
     max_shard_size: str = "2GB",
     weights_only: bool = True,
@@ -63,7 +63,7 @@ def export(
         model: name of the model in the LightningModule, where it holds several.
         tokenizer: directory or hub name, of the processor of a model that reads more than text; by default where the
             model was loaded from.
-        config: directory with the model's config.json, for checkpoints that other tools wrote.
+        model_config: directory with the model's config.json, for checkpoints that other tools wrote.
         dtype: of the weights, for example bfloat16; by default as in the checkpoint.
         max_shard_size: of a file, and what is in memory at most (unless one block is larger).
         weights_only: refuse pickled objects in the checkpoint, which can run code.
@@ -80,7 +80,7 @@ def export(
     kind = None if dtype is None else floating_dtype(dtype)
     path = Location.of(checkpoint)
     content = read_sound(path, weights_only)
-    description = _choose(content, model, config, path)
+    description = _choose(content, model, model_config, path)
     classes = classes_beside(description.architecture, description.config, description.source, trusts=trust_remote_code)
     found = _read_tokenizer(tokenizer or description.source, tokenizer is not None, trust_remote_code)
     state = {clean_name(name): value for name, value in content["state_dict"].items()}
@@ -134,7 +134,9 @@ def _choose(content: Mapping[str, Any], name: str | None, config: str | None, pa
     found = descriptions_of(content)
     names = ", ".join(repr(description.name) for description in found)
     if not found:
-        raise ValueError(f"{path} does not say which model it holds; add --config DIRECTORY, with its config.json")
+        raise ValueError(
+            f"{path} does not say which model it holds; add --model_config DIRECTORY, with its config.json"
+        )
     if name is None and len(found) > 1:
         raise ValueError(f"{path} holds the models {names}; choose one with --model NAME")
     chosen = [description for description in found if name in (None, description.name)]

@@ -180,11 +180,11 @@ def test_a_checkpoint_of_plain_lightning(tmp_path: Path) -> None:
     run = make_trainer("auto", max_epochs=1, enable_checkpointing=True, callbacks=[saver])
     run.fit(module, batches(1))
     path = str(tmp_path / "plain.ckpt")
-    with pytest.raises(ValueError, match="add --config DIRECTORY"):
+    with pytest.raises(ValueError, match="add --model_config DIRECTORY"):
         export(path, str(tmp_path / "export"))
     module.model.config.architectures = ["LlamaForCausalLM"]
     module.model.config.save_pretrained(tmp_path / "config")
-    export(path, str(tmp_path / "export"), config=str(tmp_path / "config"))
+    export(path, str(tmp_path / "export"), model_config=str(tmp_path / "config"))
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     trained = whole_parameters(module)
     assert all(torch.equal(p, trained[f"model.{name}"]) for name, p in loaded.named_parameters())
@@ -246,16 +246,16 @@ def test_one_of_several_models_is_chosen_by_name(tmp_path: Path) -> None:
     student = other_llama()
     path, config = written_elsewhere(tmp_path, tied=False, ref=tiny_llama(tied=False), student=student)
     with pytest.raises(ValueError, match=r"several LlamaForCausalLM, 'ref', 'student'; choose one with --model"):
-        export(path, str(tmp_path / "out"), config=config)
+        export(path, str(tmp_path / "out"), model_config=config)
     with pytest.raises(ValueError, match="holds no LlamaForCausalLM 'teacher'; it holds 'ref', 'student'"):
-        export(path, str(tmp_path / "out"), config=config, model="teacher")
-    export(path, str(tmp_path / "out"), config=config, model="student")
+        export(path, str(tmp_path / "out"), model_config=config, model="teacher")
+    export(path, str(tmp_path / "out"), model_config=config, model="student")
     assert torch.equal(files_of(tmp_path / "out")["lm_head.weight"], student.lm_head.weight)
 
 
 def test_a_tie_that_other_tools_broke_stays_broken(tmp_path: Path) -> None:
     path, config = written_elsewhere(tmp_path, tied=True, model=other_llama())
-    export(path, str(tmp_path / "out"), config=config)
+    export(path, str(tmp_path / "out"), model_config=config)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(p, other_llama().get_parameter(name)) for name, p in loaded.named_parameters())
     assert len(dict(loaded.named_parameters())) == len(dict(other_llama().named_parameters()))

@@ -41,6 +41,7 @@ def folder(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "config",
             {
                 "model_type": "own",
+                "architectures": ["OwnForCausalLM"],
                 "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
             },
         ),
@@ -95,4 +96,18 @@ def test_the_whole_way(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["generate", model, "--prompt=The", f"--{TRUST}", "--sampling.max_new_tokens=4"])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["evaluate", "export", "--files=text.txt", f"--tokenizer={folder}"])
+    assert "trust_remote_code" in capsys.readouterr().err
+    main(["evaluate", "export", "--files=text.txt", f"--tokenizer={folder}", f"--{TRUST}", "--sequence_length=32"])
+    assert capsys.readouterr().out in said[1]
+
+    folder.rename(tmp_path / "moved")
+    command = ["export", str(checkpoint), "again", "--trust_remote_code=true"]
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "holds it beside config.json with --model_config" in capsys.readouterr().err
+    main([*command, "--model_config=moved", "--tokenizer=moved"])
+    assert {path.name for path in Path("again").iterdir()} == {path.name for path in Path("export").iterdir()}
     assert "loss: " in said[0]

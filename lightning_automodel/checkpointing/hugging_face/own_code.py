@@ -53,8 +53,12 @@ def classes_beside(architecture: str, config: str, source: str, *, trusts: bool)
         model: Any = get_class_from_dynamic_module(references[auto_class], source)
         path = references.get("AutoConfig")
         own: Any = None if path is None else get_class_from_dynamic_module(path, source)
-    except OSError as error:
-        raise ValueError(f"the code of {architecture} cannot be read at {source!r}: {error}") from error
+    except (OSError, ValueError) as error:  # no directory, and no name on the hub
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"the code of {architecture} cannot be read at {source!r}: {reason} Put that back, or name a "
+            "directory that holds it beside config.json with --model_config"
+        ) from error
     model.register_for_auto_class(auto_class)  # its files are written beside the weights
     if own is None:
         return Classes(model, type(AutoConfig.for_model(values["model_type"])))
