@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.data import TextDataModule
 from lightning_automodel.finetuning.image_text import ImageTextDataModule, ImageTextLM, is_image_text
 from lightning_automodel.finetuning.pretrained import TOKENIZER, Pretrained
-from lightning_automodel.finetuning.sources import Source, find_sources
+from lightning_automodel.finetuning.sources import Record, find_sources
 from lightning_automodel.finetuning.trust import trusts
 from lightning_automodel.pages import check_folder
 
@@ -71,7 +72,8 @@ def evaluate(
             numbers = _run_tasks(Pretrained.of(source), model_kwargs, tasks, tokenizer, batch_size, limit)
         else:
             rows = {"sequence_length": sequence_length, "batch_size": batch_size, "val_files": files}
-            module, data = _subject(source, model_kwargs, sources, columns, {"tokenizer": tokenizer, **rows})
+            records = (record for each in sources for record in each.read(columns))
+            module, data = _subject(source, model_kwargs, records, columns, tokenizer, rows)
             trainer = make_trainer(module.model_name, tp, devices, precision)
             (logged,) = trainer.validate(module, data, verbose=False)
             if not trainer.is_global_zero:
@@ -84,16 +86,20 @@ def evaluate(
 def _subject(
     source: str,
     model_kwargs: dict[str, Any] | None,
-    sources: list[Source],
+    records: Iterable[Record],
     columns: dict[str, str] | None,
-    rows: dict[str, Any],
+    tokenizer: str | None,
+    rows: Mapping[str, Any],
 ) -> tuple[CausalLM, Any]:
     """Make the module that trains such a model, and the data module that reads such files."""
     config, _ = Pretrained.of(source).find_config(model_kwargs or {})
-    if not is_image_text(config, sources):
-        return CausalLM(source, model_kwargs=model_kwargs), TextDataModule(columns=columns, **rows)
+    trust = {"trust_remote_code": trusts(model_kwargs)}
+    if not is_image_text(config, records):
+        data: Any = TextDataModule(tokenizer, columns=columns, tokenizer_kwargs=trust, **rows)
+        return CausalLM(source, model_kwargs=model_kwargs), data
     _refuse("models that read images", columns=columns)
-    return ImageTextLM(source, model_kwargs=model_kwargs), ImageTextDataModule(rows.pop("tokenizer"), **rows)
+    data = ImageTextDataModule(tokenizer, processor_kwargs=trust, **rows)
+    return ImageTextLM(source, model_kwargs=model_kwargs), data
 
 
 def _refuse(what: str, **others: Any) -> None:

@@ -22,9 +22,9 @@ from lightning_automodel.command.quiet import warnings_only
 from lightning_automodel.command.trained import make_trainer, opened
 from lightning_automodel.finetuning.causal_lm import CausalLM
 from lightning_automodel.finetuning.image_text import ImageTextLM, is_image_text, process
-from lightning_automodel.finetuning.pretrained import Pretrained, looked_up, read_config
-from lightning_automodel.finetuning.tokenizers import of_lookup, padding_of
-from lightning_automodel.finetuning.trust import UNTRUSTED, asking_trust, trusts
+from lightning_automodel.finetuning.pretrained import Pretrained, check_kind
+from lightning_automodel.finetuning.tokenizers import load_beside, padding_of
+from lightning_automodel.finetuning.trust import trusts
 
 _LOGGERS = ("lightning_automodel", "lightning.pytorch", "lightning.fabric")  # the terminal is the conversation's
 
@@ -107,18 +107,17 @@ def generate(
     """
     images = [image] if isinstance(image, str) else image or []
     if missing := [path for path in images if not Path(path).is_file()]:
-        raise ValueError(f"image={missing[0]!r} is no file (here: {Path.cwd()})")
+        raise ValueError(f"image={missing[0]!r} is no file (here: {Path.cwd()}); give files of images")
     transformers_logging.disable_progress_bar()
     with opened(model, trusts=trusts(model_kwargs)) as source, warnings_only(*_LOGGERS):
         found = Pretrained.of(source)
         config, _ = found.find_config(model_kwargs or {})
         kind = _ImageSpeaker if images or is_image_text(config) else _Speaker
-        read_config(found, model_kwargs or {}, kind.auto_class, kind.known_configs)
-        name = tokenizer or found.holder_of(kind.tokenizer_file)
-        with looked_up(name), asking_trust(name, "model_kwargs"):
-            loaded = kind.reads_with.from_pretrained(name, **{**UNTRUSTED, **of_lookup(model_kwargs)})
+        check_kind(found.model, config, kind.auto_class, kind.known_configs)
         speaker = kind(source, model_kwargs=model_kwargs)
-        speaker.begin(loaded, Talk([prompt] if prompt is not None else None, system, images, sampling))
+        trust = {"trust_remote_code": trusts(model_kwargs)}
+        reader = load_beside(kind.reads_with, "tokenizer", tokenizer, trust, speaker)
+        speaker.begin(reader, Talk([prompt] if prompt is not None else None, system, images, sampling))
         make_trainer(found.model, tp, None, precision).predict(speaker, DataLoader([0]), return_predictions=False)  # type: ignore[arg-type]
 
 

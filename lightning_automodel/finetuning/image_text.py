@@ -25,8 +25,9 @@ from transformers import (
 
 from lightning_automodel.distributed.logs import log
 from lightning_automodel.finetuning.causal_lm import CausalLM
+from lightning_automodel.finetuning.pretrained import loads
 from lightning_automodel.finetuning.rows import IGNORED
-from lightning_automodel.finetuning.sources import ChatRecord, Source, expand, read_records
+from lightning_automodel.finetuning.sources import ChatRecord, Record, expand, read_records
 from lightning_automodel.finetuning.splits import SplitDataModule
 from lightning_automodel.finetuning.tokenizers import load_beside
 
@@ -41,23 +42,17 @@ class ImageTextLM(CausalLM):
     known_configs = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def is_image_text(config: PreTrainedConfig, sources: Iterable[Source] = ()) -> bool:
+def is_image_text(config: PreTrainedConfig, records: Iterable[Record] = ()) -> bool:
     """Tell whether a model is one for :class:`ImageTextLM`, and not for ``CausalLM``.
 
     Args:
         config: of the model.
-        sources: records that it is to read; a model that both train (Gemma 3) is one for images where they show some.
+        records: that it is to read; a model that both train (Gemma 3) is one for images where they show some.
     """
-    code = getattr(config, "auto_map", None) or {}
-
-    def trains(kind: type[CausalLM]) -> bool:
-        return type(config) in kind.known_configs or kind.auto_class.__name__ in code
-
-    if not trains(ImageTextLM):
+    reads, writes = (loads(kind.auto_class, kind.known_configs, config) for kind in (ImageTextLM, CausalLM))
+    if not reads:
         return False
-    return not trains(CausalLM) or any(
-        isinstance(record, ChatRecord) and images_of(record.messages) for source in sources for record in source.read()
-    )
+    return not writes or any(isinstance(record, ChatRecord) and images_of(record.messages) for record in records)
 
 
 class ImageTextDataModule(SplitDataModule):

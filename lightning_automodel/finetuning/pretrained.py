@@ -187,7 +187,7 @@ def read_config(
         ValueError: for a kind that transformers does not know, an encoder-decoder, or another kind of model.
     """
     config, _ = source.find_config(kwargs)
-    _check_kind(source.model, config, auto_class, known)
+    check_kind(source.model, config, auto_class, known)
     return config
 
 
@@ -224,14 +224,23 @@ def find_config(name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
     return config, {**unused, **beside}
 
 
-def _check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:
+def check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:
+    """Refuses the model ``name`` where ``auto_class`` does not load it, or would load a part of it.
+
+    Raises:
+        ValueError: for an encoder-decoder, or another kind of model.
+    """
     refuse_encoder_decoder(name, config)
     kind = type(config).__name__
-    has_code = auto_class.__name__ in getattr(config, "auto_map", {})
-    if not has_code and type(config) not in known:
+    if not loads(auto_class, known, config):
         raise ValueError(
             f"model={name!r} ({kind}) is none that {auto_class.__name__} loads; build it in a LightningModule of yours"
         )
+
+
+def loads(auto_class: type, known: Container[type], config: PreTrainedConfig) -> bool:
+    """Tell whether ``auto_class`` loads a model: it knows the class of its config, or the model's own code."""
+    return type(config) in known or auto_class.__name__ in (getattr(config, "auto_map", None) or {})
 
 
 def refuse_encoder_decoder(name: str, config: PreTrainedConfig) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 UNTRUSTED = {"trust_remote_code": False}
 """What is passed where nothing was said: transformers would ask on the terminal, on each rank."""
 
+_OF_COMMANDS = " (of evaluate and generate: --model_kwargs.trust_remote_code=true)"
+
 
 def trusts(kwargs: Mapping[str, Any] | None) -> bool:
     """Tell whether arguments of ``from_pretrained`` let code run that comes with a model."""
@@ -27,5 +29,5 @@ def asking_trust(name: str, where: str) -> Generator[None, None, None]:
             raise
         raise ValueError(
             f"{name!r} comes with code of its own; once you have read it, allow it to run with "
-            f"{where}.trust_remote_code=true"
+            f"{where}.trust_remote_code=true{_OF_COMMANDS if where != 'model_kwargs' else ''}"
         ) from error

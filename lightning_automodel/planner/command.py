@@ -17,7 +17,7 @@ from lightning_automodel.mesh import resolve_sizes
 from lightning_automodel.pages import check_folder, save
 from lightning_automodel.planner.hardware import Hardware, find_hardware
 from lightning_automodel.planner.html import plan_page
-from lightning_automodel.planner.optimizers import ADAMW, optimizer_of
+from lightning_automodel.planner.optimizers import optimizer_of
 from lightning_automodel.planner.plan import Plan, build, plan
 from lightning_automodel.planner.play import Run
 from lightning_automodel.planner.report import describe
@@ -111,7 +111,8 @@ def _plan(
         ValueError: if the model or the number of processes is missing, or something does not fit.
     """
     given = {key: value for key, value in locals().items() if value is not None}
-    read: dict[str, Any] = read_run(run_yaml) if run_yaml else {"switches": {}}
+    like = load(run_yaml) if run_yaml else {}
+    read: dict[str, Any] = read_run(run_yaml, like) if run_yaml else {"switches": {}}
     told = {**read, **given, "switches": {**read["switches"], **(switches or {})}}
     if "model" not in told or "world" not in told:
         raise ValueError("plan needs --model NAME_OR_DIR and --world PROCESSES, or a --config that says both")
@@ -136,7 +137,7 @@ def _plan(
         save(html, plan_page(found, ranked, others))
         print(f"The page is written to {html}")
     if write and best is not None:
-        _write(write, yaml_of(told, best, hardware.devices, load(run_yaml) if run_yaml else {}))
+        _write(write, yaml_of(told, best, hardware.devices, like))
 
 
 def _write(path: str, run: Mapping[str, Any]) -> None:
@@ -167,7 +168,7 @@ def _run_of(told: Mapping[str, Any]) -> Run:
         accumulation=told.get("accumulate", 1),
         precision=told.get("precision", "bf16-mixed"),
         clips=told.get("clips", True),
-        optimizer=optimizer_of(told.get("optimizer", ADAMW)),
+        optimizer=optimizer_of(told.get("optimizer")),
     )
 
 

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
 from lightning_automodel.finetuning.adapters import (
     adapter_config,
@@ -22,7 +16,10 @@ from lightning_automodel.finetuning.adapters import (
     refuse_saved_prompt,
     report_trainable,
 )
-from lightning_automodel.finetuning.pretrained import Pretrained, refuse_encoder_decoder
+from lightning_automodel.finetuning.causal_lm import CausalLM
+from lightning_automodel.finetuning.image_text import ImageTextLM
+from lightning_automodel.finetuning.pretrained import Pretrained, loads, refuse_encoder_decoder
+from lightning_automodel.finetuning.trust import trusts
 from lightning_automodel.modules.four_bit import count_weights
 from lightning_automodel.modules.structure import keep_no_cache, text_config
 from lightning_automodel.planner.estimate import Estimate, estimate
@@ -138,17 +135,15 @@ def build(
     """
     if isinstance(model, str | PathLike):
         found = Pretrained.of(model)
-        (config, beside), peft = found.find_config(kwargs or {}), found.added(peft)
+        (config, _), peft = found.find_config(kwargs or {}), found.added(peft)
         refuse_encoder_decoder(found.model, config)
     else:
-        config, beside = model, {}
-    trusts = {key: beside[key] for key in ("trust_remote_code",) if key in beside}
+        config = model
     refuse_saved_prompt(peft)
     keep_no_cache(config)
     with torch.device("meta"):
-        built = (
-            _auto_class(config).from_config(config, **trusts).to("meta")
-        )  # some constructors draw where no device is asked
+        built = _auto_class(config).from_config(config, trust_remote_code=trusts(kwargs))
+        built = built.to("meta")  # some constructors draw where no device is asked
         adapted = built if peft is None else add_adapter(built, adapter_config(peft))
     freeze(adapted, frozen)
     report_trainable(adapted, f"peft={peft}, freeze={list(frozen)}")
@@ -157,13 +152,9 @@ def build(
 
 def _auto_class(config: PreTrainedConfig) -> Any:
     """Find who builds the model that ``CausalLM`` or ``ImageTextLM`` would train."""
-    has_code = getattr(config, "auto_map", {})
-    for auto_class, known in (
-        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-    ):
-        if type(config) in known or auto_class.__name__ in has_code:
-            return auto_class
+    for kind in (ImageTextLM, CausalLM):
+        if loads(kind.auto_class, kind.known_configs, config):
+            return kind.auto_class
     raise ValueError(
         f"{type(config).__name__}: plan builds models that write text, and those that read images as well; build "
         "another on the meta device, and give it to lightning_automodel.planner.plan(model, run)"

@@ -1,26 +1,23 @@
 """Plays one rank of a run in this process: the real stages and a real step, on tensors without memory."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from lightning_automodel._compat.fake.ranks import fake_device, fake_world
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.mesh import MeshSizes, build_mesh
 from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.planner.experts import dispatch_evenly
+from lightning_automodel.planner.optimizers import MakesOptimizer, adamw
 from lightning_automodel.planner.step import prepare, watched_step
 from lightning_automodel.planner.watch import Watched
 from lightning_automodel.strategies.precision import FSDP2Precision
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, fused=True)  # as CausalLM makes it: one call, no temporaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,7 @@ class Run:
     accumulation: int = 1
     precision: str = "bf16-mixed"
     clips: bool = True
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _adamw
+    optimizer: MakesOptimizer = adamw
     device_type: str = "cuda"
 
     def __post_init__(self) -> None:

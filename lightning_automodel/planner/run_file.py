@@ -20,13 +20,16 @@ _OURS = ("CausalLM", "ImageTextLM", "TextDataModule", "ImageTextDataModule")
 _AVERAGES = "WeightAveraging"  # with what stands before it, the callbacks of Lightning that keep a copy of the weights
 
 
-def read_run(path: str) -> dict[str, Any]:
+def read_run(path: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Read what a run's file says, by the names of the arguments of ``plan``; ``averages``: callbacks that keep some.
 
+    Args:
+        path: of the file, for errors.
+        whole: what :func:`load` has read there.
+
     Raises:
-        ValueError: if there is no such file, or it is none of a run, or its strategy is another one.
+        ValueError: if its strategy is another one.
     """
-    whole = load(path)
     trainer = whole.get("trainer") or {}
     strategy = trainer.get("strategy") or {}
     name = strategy if isinstance(strategy, str) else strategy.get("class_path") or "FSDP2TPStrategy"

@@ -1,5 +1,5 @@
-"""The tiny checkpoint of the tests of fine-tuning."""
+"""The tiny checkpoints of the tests of fine-tuning."""
 
-from tests.finetuning.conftest import model_dir, tokenizer
+from tests.finetuning.conftest import model_dir, tokenizer, vision_dir
 
-__all__ = ["model_dir", "tokenizer"]
+__all__ = ["model_dir", "tokenizer", "vision_dir"]

@@ -11,22 +11,18 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from examples.vision import make_model, make_pictures
 from lightning_automodel.cli import main
 from lightning_automodel.command.text import Sampling, generate
 from lightning_automodel.finetuning import ImageTextDataModule
 from lightning_automodel.finetuning.image_text import is_image_text
-from lightning_automodel.finetuning.sources import find_sources
+from lightning_automodel.finetuning.sources import PromptRecord, find_sources
 from lightning_automodel.testing.pool import Pool
 from tests.support.families import tiny_config
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("vision")
-    make_model(root / "model")
-    make_pictures(root / "data", 6)
-    return root
+@pytest.fixture
+def folder(vision_dir: Path) -> Path:
+    return vision_dir
 
 
 def asked(directory: str, tp: int, **given: Any) -> str:
@@ -77,7 +73,7 @@ def test_held_out_chats_are_judged(folder: Path, tmp_path: Path) -> None:
         counts.append(int((batch["labels"][:, 1:] >= 0).sum()))
         with torch.no_grad():
             losses.append(float(model(**batch).loss) * counts[-1])
-    assert found["rows"] == 6
+    assert found["rows"] == 8
     assert found["loss"] == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
 
 
@@ -85,9 +81,11 @@ def test_a_model_for_both_reads_images_where_there_are_some(folder: Path, tmp_pa
     (tmp_path / "words.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )
-    shown, words = (find_sources(str(path)) for path in (folder / "data" / "chats.jsonl", tmp_path / "words.jsonl"))
-    assert [is_image_text(tiny_config("gemma3"), sources) for sources in (shown, words, [])] == [True, False, False]
+    paths = (folder / "data" / "chats.jsonl", tmp_path / "words.jsonl")
+    shown, words = ([record for each in find_sources(str(path)) for record in each.read()] for path in paths)
+    assert [is_image_text(tiny_config("gemma3"), records) for records in (shown, words, [])] == [True, False, False]
     assert is_image_text(tiny_config("llava"), words)
+    assert not is_image_text(tiny_config("gemma3"), [PromptRecord("here", "a", "b")])
     assert not is_image_text(tiny_config("llama"), shown)
 
 

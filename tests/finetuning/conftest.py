@@ -7,6 +7,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from examples.vision import make_model, make_pictures
+
 TEXT = "The quick brown fox jumps over the lazy dog, and def main(): return 42 # twice. " * 20
 
 
@@ -30,6 +32,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llava with its processor in ``model``, and eight chats about pictures in ``data``."""
+    root = tmp_path_factory.mktemp("vision")
+    make_model(root / "model")
+    make_pictures(root / "data", 8)
+    return root
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from examples.vision import make_model, make_pictures
 from lightning_automodel import FSDP2Config, FSDP2TPStrategy
 from lightning_automodel.cli import main
 from lightning_automodel.finetuning import ImageTextDataModule, ImageTextLM, image_text
@@ -20,12 +19,9 @@ from tests.support.marks import with_long
 from tests.support.training import make_trainer, whole_parameters, world_size
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("vision")
-    make_model(root / "model")
-    make_pictures(root / "data", 8)
-    return root
+@pytest.fixture
+def folder(vision_dir: Path) -> Path:
+    return vision_dir
 
 
 def _data(folder: Path, **settings: Any) -> ImageTextDataModule:

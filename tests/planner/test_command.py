@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_automodel.cli import main
-from lightning_automodel.planner.run_file import read_run
+from lightning_automodel.planner.run_file import load, read_run
 from tests.support.families import tiny_config
 
 
@@ -143,7 +143,8 @@ def test_what_is_no_field_of_the_config_is_told(model_folder: Path, capsys: pyte
 )
 def test_processes_of_a_run_are_counted(tmp_path: Path, devices: Any, nodes: Any, world: int | None) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"trainer": {"devices": devices, "num_nodes": nodes}}))
-    assert read_run(str(tmp_path / "run.yaml")).get("world") == world
+    path = str(tmp_path / "run.yaml")
+    assert read_run(path, load(path)).get("world") == world
 
 
 @pytest.mark.parametrize(("text", "said"), [("[1, 2]", "has no sections"), ("a: [", "is no YAML: while parsing")])
