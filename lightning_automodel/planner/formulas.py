@@ -1,8 +1,10 @@
 """Knows how many floating-point operations a product needs: torch's formulas, and one that torch lacks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -14,7 +16,13 @@ def formula_of(operation: Any) -> Callable[..., int] | None:
     """Return what counts the operations of ``operation`` from its arguments and ``out_val``; ``None``: it has none."""
     if operation is GROUPED_MM:
         return _grouped
-    return flop_registry.get(packet_of(operation))
+    formula = flop_registry.get(packet_of(operation))
+    return None if formula is None else partial(_without_dtypes, formula)
+
+
+def _without_dtypes(formula: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Count by a formula of torch's, some of which take no dtype of what comes out (``addmm``)."""
+    return formula(*(value for value in args if not isinstance(value, torch.dtype)), **kwargs)
 
 
 def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:

@@ -167,6 +167,14 @@ def test_what_a_run_would_refuse_is_not_planned(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+def test_sums_that_are_wider_than_their_products_are_planned() -> None:
+    """A loss in chunks adds gradients of bfloat16 up in float32, by an overload that torch's formula does not take."""
+    run = Run(sizes=resolve_sizes(2), config=FSDP2Config(), sequence_length=64, precision="bf16-true")
+    chunked = replace(run, config=FSDP2Config(chunked_loss=16))
+    flops = [plan(tiny_config("llama"), one).watched.flops.total() for one in (run, chunked)]
+    assert flops[0] == flops[1]
+
+
 @pytest.mark.slow
 def test_a_model_that_reads_images_is_planned_with_its_towers() -> None:
     run = Run(sizes=resolve_sizes(2), config=FSDP2Config(), sequence_length=32)
