@@ -58,6 +58,12 @@ def has_begun_pass(trainer: Trainer) -> bool:
     return epoch.processed < epoch.ready and not is_behind_last_batch
 
 
+def reads_begun_pass(trainer: Trainer) -> bool:
+    """Tell whether batches of a pass that had begun come: not where its epoch is through, and the next pass is read."""
+    ready = trainer.fit_loop.epoch_progress.current.ready
+    return has_begun_pass(trainer) and position_in_epoch(trainer).epoch < max(ready, 1)
+
+
 def go_on_in_epoch(trainer: Trainer) -> None:
     """Tells a trainer whose checkpoint was saved by a run that ended within an epoch, or behind it, that it goes on.
 

@@ -38,6 +38,7 @@ from lightning_automodel._compat.lightning.progress import (
     has_begun_pass,
     is_stateful,
     position_in_epoch,
+    reads_begun_pass,
     set_batches_through,
 )
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
@@ -182,7 +183,7 @@ class SeenSamples:
             warn_of_one_position(next(filter(is_stateful, loaders), None), size)
         is_due = load_when_due(trainer, position, self._saved)
         if not position.batches and (is_due or has_begun_pass(trainer)):
-            combined.flattened = [_begun(loader, size, cycles(combined), position.epoch == 0) for loader in loaders]
+            _begin(combined, size, reads_begun_pass(trainer))
         if not position.batches or len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
@@ -227,9 +228,12 @@ def _with_own_position(loaders: Iterable[Any]) -> Any:
     return next((loader for loader in loaders if is_stateful(loader) and not counts_batches(loader)), None)
 
 
-def _begun(loader: Any, data_ranks: int, is_cycled: bool, is_read: bool) -> Any:
-    """Let the first pass of ``loader`` be one that had begun, or that is none, where a later one is read."""
-    return loader if _describe(loader, data_ranks, is_cycled) is None else resumed(loader, None if is_read else ())
+def _begin(combined: CombinedLoader, data_ranks: int, is_read: bool) -> None:
+    """Let the first passes of loaders be those that had begun, or none, where the next ones are read."""
+    combined.flattened = [
+        loader if _describe(loader, data_ranks, cycles(combined)) is None else resumed(loader, None if is_read else ())
+        for loader in combined.flattened
+    ]
 
 
 def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:

@@ -102,7 +102,7 @@ class Watcher(L.LightningModule):
 
 
 class Save(L.Callback):
-    """Saves in the middle of the second epoch, and behind the first two."""
+    """Saves in the first two epochs: before the first batch, in the last validation and behind it; and between."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,9 +111,19 @@ class Save(L.Callback):
         if trainer.global_step == trainer.num_training_batches * 3 // 2:
             trainer.save_checkpoint(self.path / "middle")
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == 0:
+            self.save(trainer, "begin")
+
+    def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.save(trainer, "validated")
+
     def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.current_epoch < 2:
-            trainer.save_checkpoint(self.path / f"end {trainer.current_epoch}")
+        self.save(trainer, "end")
+
+    def save(self, trainer: L.Trainer, place: str) -> None:
+        if trainer.current_epoch < 2 and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path / f"{place} {trainer.current_epoch}")
 
 
 def fit(kind: str, is_kept: bool, every: int, path: Path, resume: str | None) -> tuple[Seen, Seen]:
@@ -128,7 +138,8 @@ def fit(kind: str, is_kept: bool, every: int, path: Path, resume: str | None) ->
 
 def run(kind: str, is_kept: bool, every: int, path: Path) -> dict[str | None, tuple[Seen, Seen]]:
     """Runs on each rank: whole, and resumed on more than one."""
-    resumes = (None, "end 0", "middle", "end 1") if world_size() > 1 else (None,)
+    places = [f"{place} {epoch}" for epoch in range(2) for place in ("begin", "validated", "end")]
+    resumes = (None, *places, "middle") if world_size() > 1 else (None,)
     return {resume: fit(kind, is_kept, every, path, resume) for resume in resumes}
 
 
@@ -155,7 +166,7 @@ def test_orders_are_those_of_one_device(
     (one, _), *_ = (
         each[None] for each in Pool(nursery, 1).run(run, kind, is_kept, every, tmp_path / "1", trainer=True)
     )
-    ranks = pool2.run(run, kind, is_kept, every, tmp_path / "2", trainer=True)
+    ranks = pool2.run(run, kind, is_kept, every, tmp_path / "2", trainer=True, timeout=110)
     for epoch in range(EPOCHS):
         together = chain(*zip(*(rows(rank[None][0], epoch) for rank in ranks), strict=True))
         assert [*together] == rows(one, epoch), epoch
@@ -163,4 +174,5 @@ def test_orders_are_those_of_one_device(
         whole, validated = rank.pop(None)
         for resume, (again, validated_again) in rank.items():
             assert again == whole[-len(again) :], resume
-            assert validated_again == validated[-len(validated_again) :], resume
+            if not resume.startswith("begin"):  # Lightning begins a pass of validation more there, and reads none of it
+                assert validated_again == validated[-len(validated_again) :], resume
