@@ -43,6 +43,7 @@ from lightning_automodel._compat.lightning.progress import (
 )
 from lightning_automodel._compat.lightning.trainer import uses_distributed_sampler
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.strategies.data.batches import Batches
 from lightning_automodel.strategies.data.passes import describe_passes, load_when_due, make_up_for_passes
 from lightning_automodel.strategies.data.positions import (
     POSITIONS,
@@ -55,66 +56,6 @@ from lightning_automodel.strategies.data.shared_order import DealtBatches, Share
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 SEEN = "samples_seen"
-
-
-@dataclass(frozen=True)
-class Batches:
-    """How a loader cuts an epoch into batches.
-
-    Attributes:
-        size: samples per batch and data rank; ``None`` if a batch sampler of the user's decides, and does not say.
-        data_ranks: number of them.
-        workers: processes that read.
-        length: batches of an epoch; ``None`` if unknown.
-        is_cycled: the epoch goes on when this loader ends, which then begins anew.
-        is_dealt: data ranks take whole batches of one order, in turn, and not samples.
-    """
-
-    size: int | None
-    data_ranks: int
-    workers: int
-    length: int | None
-    is_cycled: bool
-    is_dealt: bool = False
-
-    @classmethod
-    def of(cls, loader: DataLoader, data_ranks: int, is_cycled: bool) -> "Batches":
-        """Describes ``loader``."""
-        size: int | None = loader.batch_size or 1
-        if (order := _order_of_batches(loader)) is not None:
-            size = getattr(order, "batch_size", None)
-        elif loader.batch_sampler is not None:
-            size = loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
-        return cls(size, data_ranks, loader.num_workers, sized_len(loader), is_cycled, order is not None)
-
-    def items(self, through: int) -> int | None:
-        """Count the samples, or batches that are dealt, of all data ranks after ``through`` batches, in the loader's
-        present pass.
-        """
-        if self.length:
-            through = through % self.length if self.is_cycled else min(through, self.length)
-        size = 1 if self.is_dealt else self.size
-        return None if size is None else through * size * self.data_ranks
-
-    @property
-    def samples_per_item(self) -> int | None:
-        """Return how many samples an item has, if that is known."""
-        return self.size if self.is_dealt else 1
-
-    def divides_as(self, other: "Batches") -> bool:
-        """Tells whether an item of one is an item of the other, as far as sizes and numbers of batches tell."""
-        if not (self.is_dealt and other.is_dealt):
-            return self.is_dealt == other.is_dealt
-        if self.size != other.size or self.length is None or other.length is None:
-            return self.size == other.size
-        pairs = ((self.length, self.data_ranks), (other.length, other.data_ranks))
-        least = max(length * ranks for length, ranks in pairs)
-        return least < min((length + 1) * ranks for length, ranks in pairs)  # what does not divide is left out
-
-    def equals(self, other: "Batches") -> bool:
-        """Tells whether the same samples come in the same batches."""
-        is_as_large = (self.size, self.data_ranks, self.workers) == (other.size, other.data_ranks, other.workers)
-        return is_as_large and self.divides_as(other)
 
 
 @dataclass(frozen=True)
@@ -146,7 +87,7 @@ class SeenSamples:
     def describe(self, trainer: "pl.Trainer", combined: CombinedLoader | None, data_size: int) -> dict[str, Any]:
         """Describe the loaders for a checkpoint, which keeps the number of batches by itself."""
         loaders = [] if combined is None else combined.flattened
-        found = [_describe(loader, data_size, cycles(combined)) for loader in loaders]
+        found = [Batches.of(loader, data_size, cycles(combined)) for loader in loaders]
         surplus = self._surplus.get(position_in_epoch(trainer).epoch, [0] * len(found))
         return {
             "loaders": [batches and asdict(batches) for batches in found],
@@ -175,20 +116,19 @@ class SeenSamples:
         position = position_in_epoch(trainer)
         loaders, limits = combined.flattened, combined.limits or []
         make_up_for_passes(trainer, combined, self._saved, position.epoch)
+        is_due = load_when_due(trainer, position, self._saved)
         if not position.batches:
-            end_epoch(trainer)
-        elif self._positions not in (0, size):
+            _begin_epoch(trainer, combined, size, is_due)
+            return
+        if self._positions not in (0, size):
             warn_of_other_ranks(_with_own_position(loaders), self._positions, size)
         elif self._is_of_one:
             warn_of_one_position(next(filter(is_stateful, loaders), None), size)
-        is_due = load_when_due(trainer, position, self._saved)
-        if not position.batches and (is_due or has_begun_pass(trainer)):
-            _begin(combined, size, reads_begun_pass(trainer))
-        if not position.batches or len(before) != len(loaders):
+        if len(before) != len(loaders):
             return
         rests: dict[int, _Rest] = {}
         for i, (loader, old) in enumerate(zip(loaders, before, strict=True)):
-            new = _describe(loader, size, cycles(combined))
+            new = Batches.of(loader, size, cycles(combined))
             if old is not None and new is not None:
                 surplus = self._saved["surplus"][i]
                 rest = _find_rest(loader, old, new, position.batches, surplus, rank, uses_distributed_sampler(trainer))
@@ -228,17 +168,23 @@ def _with_own_position(loaders: Iterable[Any]) -> Any:
     return next((loader for loader in loaders if is_stateful(loader) and not counts_batches(loader)), None)
 
 
-def _begin(combined: CombinedLoader, data_ranks: int, is_read: bool) -> None:
-    """Let the first passes of loaders be those that had begun, or none, where the next ones are read."""
-    combined.flattened = [
-        loader if _describe(loader, data_ranks, cycles(combined)) is None else resumed(loader, None if is_read else ())
-        for loader in combined.flattened
-    ]
+def _begin_epoch(trainer: "pl.Trainer", combined: CombinedLoader, data_ranks: int, is_due: bool) -> None:
+    """Lets a trainer go on with the first batch of an epoch, of a pass that had begun or of one that begins.
 
-
-def _describe(loader: Any, data_ranks: int, is_cycled: bool) -> Batches | None:
-    is_plain = isinstance(loader, DataLoader) and (not is_stateful(loader) or counts_batches(loader))
-    return Batches.of(loader, data_ranks, is_cycled) if is_plain else None
+    Args:
+        trainer: whose loops are those of the checkpoint.
+        combined: its training loaders.
+        data_ranks: number of them.
+        is_due: the trainer makes other loaders before that batch.
+    """
+    _count_anew(*filter(counts_batches, combined.flattened))
+    end_epoch(trainer)
+    if is_due or has_begun_pass(trainer):
+        first = None if reads_begun_pass(trainer) else ()
+        combined.flattened = [
+            loader if Batches.of(loader, data_ranks, cycles(combined)) is None else resumed(loader, first)
+            for loader in combined.flattened
+        ]
 
 
 def _find_rest(
@@ -270,17 +216,6 @@ def _as_items_of(new: Batches, old: Batches, seen: int) -> int | None:
     return None if of_old is None or of_new is None else seen * of_old // of_new
 
 
-def _order_of_batches(loader: DataLoader) -> Any:
-    """Return what the user has put in the place of a sampler or a batch sampler, if it gives indices by the batch, and
-    what is divided over the ranks are batches then.
-    """
-    if isinstance(loader.batch_sampler, DealtBatches):
-        return loader.batch_sampler.of_user
-    sampler = loader.sampler
-    order = sampler.of_user if isinstance(sampler, SharedOrder) else sampler
-    return order if isinstance(order, BatchSampler) else None
-
-
 def _share(loader: DataLoader, old: Batches, new: Batches) -> DistributedSampler | None:
     """Returns the sampler of ``loader`` if it is the trainer's, and divides what it did before."""
     sampler = loader.batch_sampler if isinstance(loader.batch_sampler, DealtBatches) else loader.sampler
@@ -306,19 +241,13 @@ def _batches_behind(old: Batches, new: Batches, through: int, seen: int | None) 
     of_one = new.items(1)
     if not new.equals(old):
         warn_once(
-            f"the training data of the checkpoint were read as {_shown(old)}, and now as {_shown(new)}: their order is "
+            f"the training data of the checkpoint were read as {old}, and now as {new}: their order is "
             "another one, so some samples of this epoch may be seen twice and others not. Resume with the same sizes, "
             "or from the end of an epoch, or use a loader with state_dict and load_state_dict, to continue exactly"
         )
         about = through * old.data_ranks // new.data_ranks
         through = about if seen is None or of_one is None else seen // of_one
     return through % new.length if new.length and new.is_cycled else through
-
-
-def _shown(batches: Batches) -> str:
-    size = "batches of a sampler of your own" if batches.size is None else f"batches of {batches.size}"
-    size = f"{batches.length} {size}" if batches.is_dealt else size
-    return f"{size} on {batches.data_ranks} data ranks with {batches.workers} workers"
 
 
 def _behind_batches(loader: DataLoader, count: int) -> Any:

@@ -26,15 +26,15 @@ Seen = list[tuple[int, list[int]]]
 class ByNumpy(Sampler):
     """Draws when a pass begins."""
 
-    def __init__(self, size: int = 1) -> None:
-        self.numbers, self.size = np.random.default_rng(3), size
+    def __init__(self, size: int = 1, rows: int = ROWS) -> None:
+        self.numbers, self.size, self.rows = np.random.default_rng(3), size, rows
 
     def __len__(self) -> int:
-        return ROWS // self.size
+        return self.rows // self.size
 
     def __iter__(self) -> Iterator[Any]:
-        order = self.numbers.permutation(ROWS).tolist()
-        return iter(order if self.size == 1 else [order[i : i + self.size] for i in range(0, ROWS, self.size)])
+        order = self.numbers.permutation(self.rows).tolist()
+        return iter(order if self.size == 1 else [order[i : i + self.size] for i in range(0, self.rows, self.size)])
 
 
 class Told(Sampler):
