@@ -39,6 +39,13 @@ def unsaid() -> None:
     logs._seen.clear()
 
 
+@pytest.fixture(autouse=True)
+def without_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `seed_everything` of another test has left does not reach this one, nor its ranks."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def without_groups_of_other_files() -> None:
     """End the process groups that a trainer of another file keeps, before a file's own fixtures plan or begin a run."""
