@@ -8,13 +8,13 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
 from lightning_automodel.testing.pool import Pool
-from tests.strategies.data.test_passes import ByNumpy
 from tests.support.marks import with_long
+from tests.support.samplers import ByNumpy, drawing
 from tests.support.training import make_trainer
 
 ROWS = 8  # four batches of an epoch on two data ranks
@@ -34,17 +34,13 @@ class Stream(IterableDataset):
         return ROWS
 
 
-def drawing() -> WeightedRandomSampler:
-    return WeightedRandomSampler([*range(1, ROWS + 1)], ROWS, generator=torch.Generator().manual_seed(5))
-
-
 LOADERS: dict[str, Callable[[], DataLoader]] = {
     "shuffled": lambda: DataLoader(TENSORS, shuffle=True),
     "counting": lambda: ResumableLoader(TENSORS, shuffle=True),
     "stream": lambda: DataLoader(Stream()),
-    "drawing": lambda: DataLoader(TENSORS, sampler=drawing()),
-    "by numpy": lambda: DataLoader(TENSORS, sampler=ByNumpy(rows=ROWS)),
-    "dealt": lambda: DataLoader(TENSORS, batch_sampler=ByNumpy(2, rows=ROWS)),
+    "drawing": lambda: DataLoader(TENSORS, sampler=drawing(ROWS)),
+    "by numpy": lambda: DataLoader(TENSORS, sampler=ByNumpy(ROWS)),
+    "dealt": lambda: DataLoader(TENSORS, batch_sampler=ByNumpy(ROWS, 2)),
 }
 RUNS: dict[str, dict[str, Any]] = {
     "epochs": {},

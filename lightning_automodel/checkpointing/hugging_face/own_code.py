@@ -54,9 +54,9 @@ def classes_beside(architecture: str, config: str, source: str, *, trusts: bool)
         path = references.get("AutoConfig")
         own: Any = None if path is None else get_class_from_dynamic_module(path, source)
     except (OSError, ValueError) as error:  # no directory, and no name on the hub
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"the code of {architecture} cannot be read at {source!r}: {reason} Put that back, or name a "
+            f"the code of {architecture} cannot be read at {source!r}: {reason}. Put that back, or name a "
             "directory that holds it beside config.json with --model_config"
         ) from error
     model.register_for_auto_class(auto_class)  # its files are written beside the weights

@@ -12,29 +12,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.support.marks import with_long
+from tests.support.samplers import ByNumpy, drawing
 from tests.support.training import make_trainer, world_size
 
 ROWS, EPOCHS = 16, 4
 Seen = list[tuple[int, list[int]]]
-
-
-class ByNumpy(Sampler):
-    """Draws when a pass begins."""
-
-    def __init__(self, size: int = 1, rows: int = ROWS) -> None:
-        self.numbers, self.size, self.rows = np.random.default_rng(3), size, rows
-
-    def __len__(self) -> int:
-        return self.rows // self.size
-
-    def __iter__(self) -> Iterator[Any]:
-        order = self.numbers.permutation(self.rows).tolist()
-        return iter(order if self.size == 1 else [order[i : i + self.size] for i in range(0, self.rows, self.size)])
 
 
 class Told(Sampler):
@@ -52,18 +39,14 @@ class Told(Sampler):
         return iter(np.random.default_rng(self.epoch).permutation(ROWS).tolist())
 
 
-def drawing() -> WeightedRandomSampler:
-    return WeightedRandomSampler([*range(1, ROWS + 1)], ROWS, generator=torch.Generator().manual_seed(5))
-
-
 KINDS: dict[str, Any] = {
-    "drawing": lambda: {"sampler": drawing()},
-    "by numpy": lambda: {"sampler": ByNumpy()},
+    "drawing": lambda: {"sampler": drawing(ROWS)},
+    "by numpy": lambda: {"sampler": ByNumpy(ROWS)},
     "told": lambda: {"sampler": Told()},
-    "dealt": lambda: {"batch_sampler": ByNumpy(2)},
-    "read by workers": lambda: {"sampler": drawing(), "num_workers": 1},
-    "validated, too": lambda: {"sampler": drawing()},
-    "seeds drawn alike": lambda: {"sampler": (order := drawing()), "generator": order.generator},
+    "dealt": lambda: {"batch_sampler": ByNumpy(ROWS, 2)},
+    "read by workers": lambda: {"sampler": drawing(ROWS), "num_workers": 1},
+    "validated, too": lambda: {"sampler": drawing(ROWS)},
+    "seeds drawn alike": lambda: {"sampler": (order := drawing(ROWS)), "generator": order.generator},
 }
 
 

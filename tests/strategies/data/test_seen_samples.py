@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
@@ -20,6 +19,7 @@ from lightning_automodel.strategies.data.rest_of_epoch import RestOfOrder
 from lightning_automodel.strategies.data.samplers import share_of_sampler
 from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.modules import SizedStream, Stream, loader
+from tests.support.samplers import ByNumpy
 from tests.support.training import SaveAfter, make_trainer
 
 Step = tuple[int, int, int, list[int]]
@@ -78,19 +78,6 @@ class Growing(BatchSampler):
         return len(self.sampler) // 2  # type: ignore[arg-type]
 
 
-class ByNumpy(Sampler):
-    """Shuffles by a generator that goes on from epoch to epoch, and is none of torch's."""
-
-    def __init__(self) -> None:
-        self.numbers = np.random.default_rng(3)
-
-    def __iter__(self) -> Any:
-        return iter(self.numbers.permutation(23).tolist())
-
-    def __len__(self) -> int:
-        return 23
-
-
 class Stateful(DataLoader):
     """Keeps a position of its own, of which nobody knows what it counts."""
 
@@ -118,7 +105,7 @@ def data_of(kind: str, size: int) -> Any:
             generator = torch.Generator().manual_seed(3)
             return loader(23, size, sampler=SubsetRandomSampler(range(23), generator=generator))
         case "by numpy":
-            return loader(23, size, sampler=ByNumpy())
+            return loader(23, size, sampler=ByNumpy(23))
         case "growing":
             rows = loader(24).dataset
             return DataLoader(rows, batch_sampler=Growing(SequentialSampler(rows), size, True))
