@@ -27,6 +27,7 @@ from lightning_automodel.command.inputs import refuse_missing, refuse_other_file
 from lightning_automodel.command.interruption import GoOnCommand
 from lightning_automodel.command.leaving import wait_for_others
 from lightning_automodel.command.mistakes import argument_names, describe_mistake, squeezed
+from lightning_automodel.command.plan import plan_command
 from lightning_automodel.command.predictions import PredictingTrainer
 from lightning_automodel.command.quiet import be_quiet
 from lightning_automodel.command.report import report_command
@@ -36,7 +37,6 @@ from lightning_automodel.command.writable import refuse_unwritable
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning import CausalLM, TextDataModule
-from lightning_automodel.planner.command import plan_command
 
 _DESCRIPTION = (
     "Trains and evaluates. Of what was trained there are also: lightning-automodel generate MODEL (text, "

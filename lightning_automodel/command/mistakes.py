@@ -35,6 +35,8 @@ def describe_mistake(message: str, known: Iterable[str], subcommands: Iterable[s
         return f"{given}{proposal(found[1] or '', choices)}; use one of {', '.join(choices)}"
     if found := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message):
         return f"there is no option --{found[1]}{_option_meant(found[1], list(known))}"
+    if found := re.search(r"unrecognized arguments: (\S+)", message):
+        return f"{found[1]!r} belongs to no option; write --NAME=VALUE"
     key = _key(message)
     if found := re.search(r"[Oo]ption '([\w.]+)' is not accepted", message):
         return _unknown_argument(_full_key(key, message, found[1]), _last_class(message), found[1])
@@ -110,8 +112,8 @@ def _ends_like(given: str, name: str, cutoff: float = 0.85) -> bool:
     return bool(difflib.get_close_matches(given, [name.rpartition(".")[2]], cutoff=cutoff))
 
 
-def argument_names(cls: type) -> list[str]:
-    """List the arguments of a class, and the fields of the dataclasses among them as ``config.field``."""
+def argument_names(cls: Callable[..., object]) -> list[str]:
+    """List the arguments of a class or function, and the fields of the dataclasses among them as ``config.field``."""
     names = []
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -29,6 +29,7 @@ from lightning_automodel.finetuning.pretrained import (
     find_config,
     looked_up,
     read_config,
+    taken_arguments,
     with_quantization,
 )
 from lightning_automodel.finetuning.rows import IGNORED
@@ -126,12 +127,13 @@ class CausalLM(L.LightningModule):
             return
         # Without a dtype transformers keeps that of the files; the default dtype is what the precision plugin asks for.
         kwargs = {"dtype": torch.get_default_dtype(), **self.model_kwargs}
-        if self.from_scratch:
-            config, beside = find_config(self.model_name, kwargs)
-            self.model = self.auto_class.from_config(config, **beside)
-        else:
-            with looked_up(self.model_name):
-                self.model = self.auto_class.from_pretrained(self.model_name, **with_quantization(kwargs))
+        with taken_arguments(self.model_name, kwargs):
+            if self.from_scratch:
+                config, beside = find_config(self.model_name, kwargs)
+                self.model = self.auto_class.from_config(config, **beside)
+            else:
+                with looked_up(self.model_name):
+                    self.model = self.auto_class.from_pretrained(self.model_name, **with_quantization(kwargs))
         if self.peft is not None:
             self.model = add_adapter(self.model, self.peft)
         freeze(self.model, self.freeze_patterns)

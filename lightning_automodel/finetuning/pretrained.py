@@ -4,6 +4,7 @@ size that does not fit.
 
 import json
 import os
+import re
 from collections.abc import Container, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
 
 from lightning_automodel.checkpointing.hugging_face.models import ADAPTER_CONFIG, holds_adapters
+from lightning_automodel.config.proposals import proposal
 from lightning_automodel.finetuning.trust import UNTRUSTED, asking_trust
 
 _WEIGHTS = (
@@ -221,7 +225,42 @@ def find_config(name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedConfig,
             raise ValueError(
                 f"model={name!r}: its config.json is of no model that transformers knows: {first}"
             ) from error
+        except StrictDataclassError as error:
+            raise _refused_value(name, error) from error
     return config, {**unused, **beside}
+
+
+def _refused_value(name: str, error: StrictDataclassError) -> ValueError:
+    rule = str(error).strip().splitlines()[-1].strip().partition(": ")[2]  # the first names the field alone
+    return ValueError(
+        f"model={name!r}: its config refuses a value: {rule}; mend it in model_kwargs, or in its config.json"
+    )
+
+
+@contextmanager
+def taken_arguments(name: str, kwargs: Mapping[str, Any]) -> Generator[None, None, None]:
+    """Builds the model ``name`` with these arguments within this context.
+
+    Raises:
+        ValueError: for one that neither its config nor its class takes, a value that its config refuses, or a dtype
+            that torch does not have.
+    """
+    dtype = kwargs.get("dtype")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"model_kwargs.dtype={dtype!r} is no dtype of torch; give one such as 'bfloat16', or 'auto'")
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise _refused_value(name, error) from error
+    except TypeError as error:
+        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if refused is None or refused[1] not in kwargs:
+            raise
+        config, _ = find_config(name, {key: value for key, value in kwargs.items() if key != refused[1]})
+        fields = proposal(refused[1], config.to_dict(), "model_kwargs.") or "; leave it out"
+        raise ValueError(
+            f"model_kwargs.{refused[1]}: no field of {type(config).__name__}, and no argument of its model{fields}"
+        ) from error
 
 
 def check_kind(name: str, config: PreTrainedConfig, auto_class: type, known: Container[type]) -> None:

@@ -1,6 +1,7 @@
 """Finds and reads what stands beside a model, a tokenizer or a processor, and checks that the two belong together."""
 
 from collections.abc import Mapping
+from json import JSONDecodeError
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ def load_beside(auto_class: Any, field: str, name: str | None, kwargs: Mapping[s
         module: that is trained.
 
     Raises:
-        ValueError: if neither says a name, or it leads nowhere, or to code that nobody has allowed to run.
+        ValueError: if neither says a name, or it leads nowhere, to none, or to code that nobody has allowed to run.
     """
     found, lookup, where = name, {}, f"{field}_kwargs"
     if found is None:
@@ -46,7 +47,15 @@ def load_beside(auto_class: Any, field: str, name: str | None, kwargs: Mapping[s
             "directory>"
         )
     with looked_up(found), asking_trust(found, where):
-        return auto_class.from_pretrained(found, **{**UNTRUSTED, **lookup, **(kwargs or {})})
+        try:
+            return auto_class.from_pretrained(found, **{**UNTRUSTED, **lookup, **(kwargs or {})})
+        except (ValueError, ImportError) as error:
+            if isinstance(error, JSONDecodeError) or "trust_remote_code" in str(error):
+                raise  # those around know better
+            first = " ".join(str(error).split()).partition(". ")[0]
+            raise ValueError(
+                f"no {field} can be read from {found!r} ({first}); give {field}=<name or directory of another>"
+            ) from error
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -73,6 +73,12 @@ WORDS = {
     "evaluate /nowhere --tasks=[a] --tp=2": "--tp does nothing with --tasks; leave it out",
     "evaluate /nowhere --files=/nowhere.txt --limit=3": "--limit does nothing with --files",
     "generate /nowhere/model": "is no directory",
+    "generate /nowhere/model hello": "'hello' belongs to no option; write --NAME=VALUE",
+    "plan /nowhere --world=2": "'/nowhere' belongs to no option; write --NAME=VALUE",
+    "plan --model=/nowhere --devices=2": "there is no option --devices",
+    "plan --model=/nowhere --wrld=2": "there is no option --wrld; did you mean --world?",
+    "plan --model=/nowhere --world=two": "--world=two: it takes an int",
+    "plan --model=/nowhere --world=2 --sequence_paralel=true": "did you mean --sequence_parallel?",
 }
 CASES = {**{f"fit {MODEL} --trainer.{key}": text for key, text in MISTAKES.items()}, **WORDS}
 

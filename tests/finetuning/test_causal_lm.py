@@ -137,8 +137,23 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
     assert built.config._attn_implementation == "eager"
     assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
     assert len(built.model.layers) == 1
-    with pytest.raises(TypeError, match="num_layer"):
-        CausalLM(str(tmp_path), from_scratch=True, model_kwargs={"num_layer": 1}).configure_model()
+
+
+MISTAKES = {
+    "num_hidden_layer": (1, "no field of LlamaConfig, and no argument of its model; did you mean .*num_hidden_layers"),
+    "num_hidden_layers": ("two", "its config refuses a value: Field 'num_hidden_layers' expected int, got str"),
+    "zyx": (1, "no argument of its model; leave it out"),
+    "dtype": ("bfloat17", "model_kwargs.dtype='bfloat17' is no dtype of torch"),
+}
+
+
+@pytest.mark.parametrize("from_scratch", [True, False])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_arguments_of_a_model(model_dir: Path, name: str, from_scratch: bool) -> None:
+    value, expected = MISTAKES[name]
+    module = CausalLM(str(model_dir), from_scratch=from_scratch, model_kwargs={name: value})
+    with pytest.raises(ValueError, match=expected):
+        module.configure_model()
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "some/deep/path"])

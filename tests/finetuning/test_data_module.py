@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from lightning_automodel import FSDP2TPStrategy
 from lightning_automodel.finetuning import TextDataModule
@@ -202,6 +203,9 @@ def test_missing_and_empty_data_are_refused(make: Any, tmp_path: Path) -> None:
         make().test_dataloader()
     with pytest.raises(ValueError, match="give tokenizer="):
         make(tokenizer=None).setup("fit")
+    LlamaConfig().save_pretrained(tmp_path / "without")
+    with pytest.raises(ValueError, match=r"no tokenizer can be read from '.*without' \(.*\); give tokenizer="):
+        make(tokenizer=str(tmp_path / "without")).setup("fit")
 
 
 def test_bad_input_fails_in_setup_where_every_rank_sees_it(make: Any, tmp_path: Path) -> None:

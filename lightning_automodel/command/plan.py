@@ -10,6 +10,7 @@ import yaml
 from jsonargparse import auto_cli
 from torch import nn
 
+from lightning_automodel.command.mistakes import argument_names, describe_mistake
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.distributed.logs import logger
 from lightning_automodel.finetuning.pretrained import OF_WEIGHTS, Pretrained
@@ -38,7 +39,8 @@ def plan_command(args: Sequence[str]) -> None:
             warnings.simplefilter("ignore", FutureWarning)  # of torch about torch; workers of a search inherit that
             auto_cli(_plan, args=_with_prefixes(args), prog="lightning-automodel plan", exit_on_error=False)
     except ArgumentError as error:
-        raise ValueError(str(error)) from None
+        known = [name for name in argument_names(_plan) if name not in ("run_yaml", "switches")]
+        raise ValueError(describe_mistake(str(error), ["config", *known, *sorted(FIELDS)], [])) from None
     finally:
         logger.setLevel(level)
 

@@ -263,7 +263,7 @@ def test_an_interruption_is_one_line(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["lightning_automodel.planner.command"], "search", interrupted)
+    monkeypatch.setattr(sys.modules["lightning_automodel.command.plan"], "search", interrupted)
     with pytest.raises(SystemExit) as end:
         main(["plan", f"--model={model_folder}", "--world=4", "--search"])
     assert end.value.code == 130
