@@ -1,6 +1,7 @@
 """What torch calls a function that a tensor overrides, and which of them look at no element."""
 
 from collections.abc import Callable
+from typing import Any
 
 DESCRIPTIONS = {
     *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "data"),
@@ -19,6 +20,7 @@ def name_of(func: Callable) -> str:
     """Return the name of a function, method or property; what sets or deletes a property has a suffix."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
+        owner: Any = func.__self__  # type: ignore[attr-defined]
+        attribute = getattr(owner.fget if isinstance(owner, property) else owner, "__name__", "")
         return attribute if name == "__get__" else f"{attribute}.{name}"
     return name

@@ -167,6 +167,12 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: i
         )
 
 
+_ONCE = (
+    "a loss in chunks gives its gradients to one backward pass, and another one came before it (retain_graph=True, or "
+    "torch.autograd.grad of the loss). Call the model once for each, or use chunked_loss=None"
+)
+
+
 class _ChunkedLossSum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -199,7 +205,10 @@ class _ChunkedLossSum(torch.autograd.Function):
         refuse_second_order("a loss in chunks", "use torch's cross_entropy (chunked_loss=None)")
         # In place, because a second array of the weight's size is what this saves. A second backward pass through the
         # same graph fails: autograd sees that what was saved has changed.
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        try:
+            saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{_ONCE}. torch says: {error}") from error
         return *(None if value is None else value.mul_(grad).to(dtype) for value, dtype in saved), None, None
 
 

@@ -67,7 +67,7 @@ class ShardedLogits(DTensor):
             return _sharded(super().__torch_function__(func, types, args, kwargs))
         if name in _ADDRESSES or (_changes_in_place(func, name, args, kwargs)):
             raise ShardedLogitsError(f"{name} was called with logits that are cut on the vocabulary; {_WAYS_OUT}")
-        if name in FUNCTIONS:
+        if name in FUNCTIONS and kwargs.get("out") is None:
             result = FUNCTIONS[name](func, *tree_map_only(ShardedLogits, _shard_of, (args, kwargs)))
             if result is not NotImplemented:
                 return tree_map_only(LogitShard, _join, result)

@@ -54,6 +54,10 @@ _ASKED = (
     "parameters that {does} are not those of which torch.autograd.grad is asked, so that it finds none{where}; "
     "take them from parameter.grad behind self.manual_backward(loss), or use DDPStrategy"
 )
+_OF_COPIES = (
+    ". Hidden states of blocks that a model returns under cp or sequence_parallel=True are gathered copies, from which "
+    "its loss does not come: it has no gradient with respect to them"
+)
 HELD = (
     "gradients of micro-batches within block_backward_sync() were not reduced over the data ranks, since no backward "
     "pass followed outside of it before the step; take the last backward pass of a step outside of it, also if its "
@@ -68,7 +72,8 @@ _INSTEAD = {
     **_TRANSFORMS,
     "appears to not have been used in the graph": _ASKED.format(
         does="FSDP2 gathers", where=" of a model that is sharded over data ranks, or on one device"
-    ),
+    )
+    + _OF_COPIES,
     "Output 0 of _CopyIn is a view and its base or another view of its base has been modified": _WRITTEN,
     "got mixed torch.Tensor and DTensor": _OUTSIDE,
     "_.Tensor got mixed torch.Tensor and DTensor": _INTO,  # add_, mul_; says more than the words before

@@ -285,3 +285,27 @@ def test_masked_accuracy(pool2: Pool) -> None:
         assert (hits, equal) == (5, BATCH * LENGTH * VOCABULARY)
         assert "add_ was called with logits that are cut on the vocabulary; use lightning_automodel" in refusal
         assert knows_nan
+
+
+def written_results() -> list[bool]:
+    """Runs on each rank: results in the place of a plain tensor."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = numbers()
+    functions = [
+        lambda logits, out: torch.mul(logits, 2, out=out),
+        lambda logits, out: torch.exp(logits, out=out),
+        lambda logits, out: torch.add(logits, 1.0, out=out),
+        lambda logits, out: torch.softmax(logits, -1, out=out),
+    ]
+    outcomes = []
+    for function in functions:
+        expected, found = torch.zeros_like(whole), torch.zeros_like(whole)
+        function(whole, expected)
+        function(cut(whole, mesh), found)
+        outcomes.append(found.equal(expected))
+    return outcomes
+
+
+def test_results_in_the_place_of_plain_tensors_are_whole(pool2: Pool) -> None:
+    for outcomes in pool2.run(written_results):
+        assert all(outcomes), outcomes

@@ -169,6 +169,7 @@ def _let_reads_of_data_count() -> None:
             setattr(tensor, _READS, getattr(tensor, _READS) + 1)
         return data.__get__(tensor)
 
+    read.__name__ = "data"  # what overrides functions of torch asks for the name
     Tensor.data = property(read, data.__set__)  # type: ignore[assignment]
 
 

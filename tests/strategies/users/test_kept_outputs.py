@@ -44,6 +44,16 @@ class Kept(FirstMap):
         return seen[0].square().mean()
 
 
+class Asking(FirstMap):
+    """Asks for the gradient of a block's hidden states, as attributions do; of 8 tokens, which two ranks can cut."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        ids = torch.cat([batch[0], batch[0][:, :2]], dim=1)
+        output = self.model(input_ids=ids, labels=ids, output_hidden_states=True)
+        (gradient,) = torch.autograd.grad(output.loss, output.hidden_states[1], retain_graph=True)
+        return output.loss + gradient.norm()
+
+
 def fitted(kind: type[Descending], layout: str, levers: dict[str, Any]) -> dict[str, Tensor]:
     """Runs on each rank."""
     return changed(kind(), tiny_llama(tied=False), layout, levers)
@@ -85,3 +95,8 @@ def test_parameters_that_are_whole_need_no_way_out(nursery: Nursery) -> None:
     many = Pool(nursery, 2).run(fitted, Kept, "megatron2-dp2", {}, trainer=True)[0]
     for name, change in one.items():
         assert (many[name] - change).norm() <= 1e-4 * change.norm(), name
+
+
+def test_gradients_of_gathered_hidden_states_are_told(nursery: Nursery) -> None:
+    with pytest.raises(RankFailed, match="are gathered copies, from which its loss does not come"):
+        Pool(nursery, 2).run(fitted, Asking, "fsdp2-cp2", {}, trainer=True)
