@@ -193,11 +193,21 @@ class InTurns(ByHand):
             self.toggle_optimizer(optimizer)
             loss = self.loss(batch)
             self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
-            self.manual_backward(loss)
+            self.backward_of(loss)
             if batch_idx % every:
                 optimizer.step()
                 optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
+
+    def backward_of(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+
+class Plainly(InTurns):
+    """Calls ``backward`` of torch."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        loss.backward()
 
 
 def run_by_hand(kind: type[ByHand], directory: Path) -> list[tuple[list[float], list[float], float]]:
@@ -216,7 +226,7 @@ def run_by_hand(kind: type[ByHand], directory: Path) -> list[tuple[list[float], 
     return found
 
 
-@pytest.mark.parametrize("kind", [ByHand, InTurns])
+@pytest.mark.parametrize("kind", [ByHand, InTurns, Plainly])
 def test_gradients_that_wait_for_a_step_by_hand(kind: type[ByHand], pool2: Pool, tmp_path: Path) -> None:
     for rank in pool2.run(run_by_hand, kind, tmp_path, trainer=True):
         for expected, losses, difference in rank:
