@@ -278,6 +278,8 @@ class SharedHooks(SavingStrategy):
         if output is None or not self._module.automatic_optimization or skips_backward(self._trainer):
             self.free_gathered()  # no backward pass follows
             self.note_reading(True)
+        if not self._module.automatic_optimization:
+            self.note_batch_by_hand()
         return output
 
     @override

@@ -249,6 +249,10 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         return super().does_step_anew() or (is_interrupted and is_accumulating(self._trainer))
 
     @override
+    def note_batch_by_hand(self) -> None:
+        """Does nothing: gradients are parts of one buffer, and do not tell which of them have changed."""
+
+    @override
     def accumulated_gradients(self) -> dict[str, Tensor]:
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(f"a checkpoint between the micro-batches of an optimizer step {_UNKNOWN_GRADIENTS}")

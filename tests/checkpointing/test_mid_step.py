@@ -185,23 +185,50 @@ class ByHand(Recorder):
         return torch.optim.AdamW(parameters[:4], lr=1e-2), torch.optim.SGD(parameters[4:], lr=0.1)
 
 
-def run_by_hand(directory: Path) -> list[tuple[list[float], list[float], float]]:
+class InTurns(ByHand):
+    """Two optimizers with a backward pass each, in which only their parameters train."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for every, optimizer in enumerate(self.optimizers(), start=2):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch)
+            self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+            self.backward_of(loss)
+            if batch_idx % every:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def backward_of(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+
+class Plainly(InTurns):
+    """Calls ``backward`` of torch."""
+
+    def backward_of(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def run_by_hand(kind: type[ByHand], directory: Path) -> list[tuple[list[float], list[float], float]]:
     found = []
     for strategy in (lambda: FSDP2TPStrategy(tp=2), DDPStrategy):
         path, results = directory / strategy.__name__, []
         size = GLOBAL_BATCH // (2 if strategy is DDPStrategy else 1)
         for resume in (None, path):
-            module = ByHand()
+            module = kind()
             trainer = make_trainer(strategy(), callbacks=[] if resume else [SaveAfter(path, 3)], max_epochs=1)
             trainer.fit(module, DataLoader(TensorDataset(rows()), batch_size=size), ckpt_path=resume)
             results.append({"losses": module.losses, "parameters": whole_parameters(module)})
         whole, again = results
-        found.append((whole["losses"][3:], again["losses"], largest_difference(again, whole)))
+        left = whole["losses"][len(whole["losses"]) - len(again["losses"]) :]
+        found.append((left, again["losses"], largest_difference(again, whole)))
     return found
 
 
-def test_gradients_that_wait_for_a_step_by_hand(pool2: Pool, tmp_path: Path) -> None:
-    for rank in pool2.run(run_by_hand, tmp_path, trainer=True):
+@pytest.mark.parametrize("kind", [ByHand, InTurns, Plainly])
+def test_gradients_that_wait_for_a_step_by_hand(kind: type[ByHand], pool2: Pool, tmp_path: Path) -> None:
+    for rank in pool2.run(run_by_hand, kind, tmp_path, trainer=True):
         for expected, losses, difference in rank:
             assert losses == expected
             assert difference == 0

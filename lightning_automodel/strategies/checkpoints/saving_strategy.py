@@ -20,6 +20,7 @@ from lightning_automodel._compat.lightning.progress import (
     training_loader,
 )
 from lightning_automodel._compat.lightning.trainer import checkpoint_path_of, is_accumulating
+from lightning_automodel._compat.torch.tensors import version_of
 from lightning_automodel.checkpointing.accumulated_gradients import read_gradients
 from lightning_automodel.checkpointing.files.background import BackgroundSaver
 from lightning_automodel.checkpointing.files.folder import GRADIENTS
@@ -69,6 +70,7 @@ class SavingStrategy(OnMesh):
         self._background = BackgroundSaver()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._unstepped: set[int] = set()  # ids of optimizers without a step since the last backward pass
+        self._used: dict[int, list[tuple[int, int]]] = {}  # by id of optimizer: gradients of its last step
         self._stepped_in = -1  # which batch of the run took the last step
         self._own: dict[str, Any] = {}
         self._restoration = checkpoints.Restoration()
@@ -173,7 +175,7 @@ class SavingStrategy(OnMesh):
     def _is_within_step(self) -> bool:
         if self._module.automatic_optimization:
             return is_accumulating(self._trainer)
-        return bool(self._unstepped)
+        return self.reduce_boolean_decision(bool(self._unstepped), all=False)
 
     def does_step_anew(self) -> bool:
         """Tells whether who goes on from a checkpoint of now does the present step (by hand: the batch) anew."""
@@ -186,7 +188,14 @@ class SavingStrategy(OnMesh):
     def note_step(self, optimizer: Optimizer) -> None:
         """Keeps in mind that ``optimizer`` has used its gradients, and in which batch."""
         self._unstepped.discard(id(optimizer))
+        self._used[id(optimizer)] = _gradients_of(optimizer)
         self._stepped_in = self._trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def note_batch_by_hand(self) -> None:
+        """Keeps in mind the gradients that a batch leaves, also those of a plain ``loss.backward()``."""
+        for optimizer in self.optimizers:
+            if (left := _gradients_of(optimizer)) and left != self._used.get(id(optimizer)):
+                self._unstepped.add(id(optimizer))
 
     @contextmanager
     def _saving_at_once(self) -> Generator[None, None, None]:
@@ -306,3 +315,9 @@ class SavingStrategy(OnMesh):
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._gradients = {}
+
+
+def _gradients_of(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Tell gradients apart from those that were there before, or had less in them."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(id(p.grad), version_of(local_tensor(p.grad))) for p in parameters if p.grad is not None]

@@ -8,24 +8,31 @@ With ``reload_dataloaders_every_n_epochs`` a sampler that is made anew begins at
 There, and where workers read, Lightning begins a pass when it has loaded, and another one when the epoch begins.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_automodel._compat.lightning.progress import (
     EpochPosition,
     before_first_batch,
     before_first_validation,
+    cycles,
     epochs_of_loading,
     has_begun_pass,
+    is_within_batch,
+    position_in_epoch,
     set_epoch_of_loading,
     set_sampler_epoch,
     validation_loader,
 )
-from lightning_automodel.strategies.data.shared_order import order_of
+from lightning_automodel.strategies.data.shared_order import SharedOrder, order_of
 
 _TRAINING, _VALIDATION, _LOADED = "passes", "validation_passes", "loaded"
 
@@ -35,7 +42,7 @@ def describe_passes(trainer: "pl.Trainer", combined: CombinedLoader | None) -> d
     loaders were made.
     """
     return {
-        _TRAINING: _passes_of(combined),
+        _TRAINING: _passes_of(combined, 0 if is_within_batch(trainer) else position_in_epoch(trainer).batches),
         _VALIDATION: _passes_of(validation_loader(trainer)),
         _LOADED: epochs_of_loading(trainer),
     }
@@ -50,21 +57,79 @@ def make_up_for_passes(trainer: "pl.Trainer", combined: CombinedLoader, saved: M
         saved: what :func:`describe_passes` has said. What it has not is taken for one pass in each epoch.
         epoch: that the first pass of training is of, which may have begun in the run before.
     """
-    every: Any = [[before, True] for before in range(epoch)]
-    trained = {id(order.of_user) for order in map(order_of, combined.flattened) if order is not None}
-
-    def make_up(loaders: Iterable[Any], saved: Sequence[list[list[Any]]], ends: bool) -> None:
-        for loader, passes in zip_longest(loaders, saved, fillvalue=every):
-            goes_on = not ends and bool(passes) and passes[-1][0] == epoch
-            if (order := order_of(loader)) is not None and not (ends and id(order.of_user) in trained):
-                order.make_up_for(passes[:-1] if goes_on else passes, loader.generator)
-
     for loader in combined.flattened:
         set_sampler_epoch(loader, epoch)  # now: workers ask for the order before the epoch begins
-    make_up(combined.flattened, saved.get(_TRAINING, []), ends=False)
+    done = _Done()
+    _make_up(combined.flattened, saved.get(_TRAINING, []), epoch, done, goes_on=True)
     _, loaded = saved.get(_LOADED, (None, None))
     validation = saved.get(_VALIDATION, [])
-    before_first_validation(trainer, lambda found: make_up(found.flattened, validation, ends=True), loaded)
+    before_first_validation(trainer, lambda found: _make_up(found.flattened, validation, epoch, done), loaded)
+
+
+class _Done:
+    """What was brought to where the run before was: samplers of users, and generators.
+
+    Training and validation may share them, and training goes on before the first validation comes.
+    """
+
+    def __init__(self) -> None:
+        self.samplers: list[Any] = []
+        self.generators: list[torch.Generator] = []
+
+    @contextmanager
+    def leaving_generators(self) -> Iterator[None]:
+        """Put the generators that are there already back when passes were made with them."""
+        states = [generator.get_state() for generator in self.generators]
+        yield
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _make_up(
+    loaders: Iterable[Any], saved: Iterable[Mapping[str, Any]], epoch: int, done: _Done, goes_on: bool = False
+) -> None:
+    """Makes passes of the samplers of ``loaders``, each once, in their order.
+
+    Args:
+        loaders: of training, or of validation.
+        saved: what was said of each.
+        epoch: that begins, or goes on.
+        done: what was brought there before, which is left.
+        goes_on: the present passes of that epoch do.
+    """
+    found = [
+        (order, loader, said or {"passes": [[before, True] for before in range(epoch)]})
+        for loader, said in zip_longest(loaders, saved)
+        if (order := order_of(loader)) is not None and not order.is_told
+    ]
+    for sampler in {id(order.of_user): order.of_user for order, *_ in found}.values():
+        if any(sampler is other for other in done.samplers):
+            continue
+        done.samplers.append(sampler)
+        shares = [share for share in found if share[0].of_user is sampler]
+        with done.leaving_generators():
+            _make_up_for(shares, epoch if goes_on else None)
+        order, _, said = shares[0]
+        for generator, state in zip(order.generators(), said.get("now", []), strict=False):
+            if not any(generator is other for other in done.generators):
+                generator.set_state(state)
+                done.generators.append(generator)
+
+
+def _make_up_for(shares: list[tuple[SharedOrder, Any, Mapping[str, Any]]], epoch: int | None) -> None:
+    """Makes the passes of the sampler of ``shares``, which those of ``epoch`` go on with."""
+    first, loader, said = shares[0]
+    present = {said.get("present"): (order, said) for order, _, said in shares}
+    for number, (of, is_read) in [*enumerate(said["passes"])][len(first.passes) :]:
+        with isolate_rng(include_cuda=False):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as a loader seeds its workers
+        if of == epoch and number in present:
+            order, its = present[number]
+            order.go_on_in(of, is_read, its["states"])
+        else:
+            begun, items = first.begin(of)
+            if is_read:
+                first.read(begun, items)
 
 
 def load_when_due(trainer: "pl.Trainer", position: EpochPosition, saved: Mapping[str, Any]) -> bool:
@@ -97,6 +162,14 @@ def load_when_due(trainer: "pl.Trainer", position: EpochPosition, saved: Mapping
     return is_due
 
 
-def _passes_of(combined: CombinedLoader | None) -> list[list[list[Any]]]:
-    orders = [] if combined is None else map(order_of, combined.flattened)
-    return [[] if order is None else [list(begun) for begun in order.passes] for order in orders]
+def _passes_of(combined: CombinedLoader | None, through: int = 0) -> list[dict[str, Any]]:
+    """Describes the passes of loaders, behind ``through`` batches of training: one that begins anew when it has ended
+    within an epoch does so with the next batch.
+    """
+    found = []
+    for loader in [] if combined is None else combined.flattened:
+        order = order_of(loader)
+        found.append({} if order is None else order.describe())
+        if found[-1] and through and cycles(combined) and through % max(sized_len(loader) or 0, 1) == 0:
+            found[-1]["present"] = None
+    return found

@@ -2,8 +2,10 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -30,6 +32,14 @@ def counts_batches(loader: object) -> bool:
     return getattr(loader, "counts_batches", False)
 
 
+@contextmanager
+def _left_as_it_is(generator: torch.Generator | None) -> Iterator[None]:
+    state = None if generator is None else generator.get_state()
+    yield
+    if generator is not None and state is not None:
+        generator.set_state(state)
+
+
 class _Resumed(DataLoader):
     _has_begun = False
     _rest: Iterable | None = None
@@ -40,7 +50,8 @@ class _Resumed(DataLoader):
         self._has_begun, self._rest = False, None
         if not has_begun:
             return super().__iter__()
-        with isolate_rng(include_cuda=False):  # what a pass draws when it begins, this epoch has drawn
+        # What a pass draws when it begins, this epoch has drawn.
+        with isolate_rng(include_cuda=False), _left_as_it_is(self.generator):
             if rest is None:
                 return super().__iter__()
             batches = iter(rest)

@@ -5,12 +5,14 @@ import inspect
 import os
 import random
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
@@ -32,6 +34,21 @@ class FirstOfOrder(FirstSamples):
     )
 
 
+@dataclass
+class _Present:
+    """The present pass of a share.
+
+    Attributes:
+        number: among those of the sampler; ``None`` before the first.
+        states: of the generators that the sampler holds, when the pass was begun, and when it was read.
+        kept: it, if a run that resumes has made it and the loader has not begun it yet.
+    """
+
+    number: int | None = None
+    states: list[list[Tensor]] = field(default_factory=list)
+    kept: list[tuple[list[Any], Iterator]] = field(default_factory=list)
+
+
 class SharedOrder(DistributedSamplerWrapper):
     """Shares the order of a sampler that may draw at random: all ranks draw the same, and each takes its part.
 
@@ -42,6 +59,7 @@ class SharedOrder(DistributedSamplerWrapper):
     Attributes:
         of_user: the sampler.
         passes: of it so far, in whatever share: the epoch that the share was told, and whether the order was read.
+        present: which of them is this share's, also of its copies.
     """
 
     def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,6 +67,7 @@ class SharedOrder(DistributedSamplerWrapper):
         self.first_samples = FirstOfOrder()
         self.of_user = sampler
         self.passes: list[list[Any]] = []
+        self.present = _Present()
         if hasattr(sampler, "__dict__"):
             self.passes = vars(sampler).setdefault(_PASSES, self.passes)
 
@@ -62,40 +81,73 @@ class SharedOrder(DistributedSamplerWrapper):
         """Return what Lightning tells the number of the epoch on one device."""
         return self.of_user
 
-    def make_up_for(self, passes: list[list[Any]], generator: torch.Generator | None) -> None:
-        """Makes the passes that another process has made, and this one has not.
+    def describe(self) -> dict[str, Any]:
+        """Describe the passes for a checkpoint: all of the sampler, and the present one of this share."""
+        return {
+            "passes": [list(begun) for begun in self.passes],
+            "present": self.present.number,
+            "states": self.present.states,
+            "now": self.generator_states(),
+        }
+
+    def go_on_in(self, epoch: int, is_read: bool, states: list[list[Tensor]]) -> None:
+        """Makes a pass that another process has begun, for the loader to go on with.
 
         Args:
-            passes: those of the other.
-            generator: that the loader draws the seed of its workers from, at the beginning of each.
+            epoch: that it is of.
+            is_read: there.
+            states: of generators, as :meth:`describe` has them.
         """
-        if callable(getattr(self._told_epochs(), "set_epoch", None)):
-            return  # says by itself what its order is
-        for epoch, is_read in passes[len(self.passes) :]:
-            with isolate_rng(include_cuda=False):
-                torch.empty((), dtype=torch.int64).random_(generator=generator)
-            begun, items = self._begin(epoch)
-            if is_read:
-                self._read(begun, items)
+        self._set_states(states[:1])
+        begun, items = self.begin(epoch)
+        if is_read:
+            self._set_states(states[1:])
+            items = iter(self.read(begun, items))
+        self.present.kept = [(begun, items)]
+
+    @property
+    def is_told(self) -> bool:
+        """Tell whether the sampler says by itself what its order is in an epoch."""
+        return callable(getattr(self._told_epochs(), "set_epoch", None))
+
+    def generators(self) -> list[torch.Generator]:
+        """Find the generators of torch that the sampler holds, or the one that it makes batches of."""
+        holders = (self.of_user, getattr(self.of_user, "sampler", None))
+        held = (value for holder in holders for value in getattr(holder, "__dict__", {}).values())
+        return [value for value in held if isinstance(value, torch.Generator)]
+
+    def generator_states(self) -> list[Tensor]:
+        """Read the states of its generators."""
+        return [generator.get_state() for generator in self.generators()]
+
+    def _set_states(self, states: list[list[Tensor]]) -> None:
+        for each in states:
+            for generator, state in zip(self.generators(), each, strict=False):
+                generator.set_state(state)
 
     @override
     def __iter__(self) -> Iterator:
-        begun, items = self._begin(self.epoch)
+        begun, items = self.present.kept.pop() if self.present.kept else self.begin(self.epoch)
         return self._part(begun, self.first_samples.noted(items))
 
     def _part(self, begun: list[Any], items: Iterator) -> Iterator:
-        order = self._read(begun, items)
+        order = self.read(begun, items)
         for index in DistributedSampler.__iter__(self):
             yield order[index]
 
-    def _begin(self, epoch: int) -> tuple[list[Any], Iterator]:
+    def begin(self, epoch: int) -> tuple[list[Any], Iterator]:
+        """Begins a pass of the sampler."""
         begun = [epoch, False]
+        self.present.number, self.present.states = len(self.passes), [self.generator_states()]
         self.passes.append(begun)
         with isolate_rng(include_cuda=False):
             self._seed(epoch)
             return begun, iter(self.of_user)
 
-    def _read(self, begun: list[Any], items: Iterator) -> list[Any]:
+    def read(self, begun: list[Any], items: Iterator) -> list[Any]:
+        """Reads a pass that was begun."""
+        if not begun[1]:
+            self.present.states.append(self.generator_states())
         begun[1] = True
         with isolate_rng(include_cuda=False):
             self._seed(begun[0])

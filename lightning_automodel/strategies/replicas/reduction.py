@@ -147,7 +147,9 @@ class ReducedReplicas(SharedHooks, LightningDDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if not self._has_averaged:
+        if self._has_averaged:
+            self.note_backward()
+        else:
             super().post_backward(closure_loss)
             if self._reduces:
                 check_all_reduced(self.model)
