@@ -98,7 +98,7 @@ def _make_up(
         goes_on: the present passes of that epoch do.
     """
     found = [
-        (order, loader, said or {"passes": [[before, True] for before in range(epoch)]})
+        (order, loader, _as_now(said) or {"passes": [[before, True] for before in range(epoch)]})
         for loader, said in zip_longest(loaders, saved)
         if (order := order_of(loader)) is not None and not order.is_told
     ]
@@ -114,6 +114,11 @@ def _make_up(
             if not any(generator is other for other in done.generators):
                 generator.set_state(state)
                 done.generators.append(generator)
+
+
+def _as_now(said: Any) -> Mapping[str, Any]:
+    """Read what :func:`describe_passes` has said of a loader; until November 2026 that was the passes alone."""
+    return {"passes": said, "present": len(said) - 1, "states": []} if isinstance(said, list) and said else said
 
 
 def _make_up_for(shares: list[tuple[SharedOrder, Any, Mapping[str, Any]]], epoch: int | None) -> None:
