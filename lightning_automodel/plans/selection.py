@@ -134,7 +134,8 @@ def known_rules(model: nn.Module) -> Rules:
     and at its ends what the names and sizes of layers tell; empty if the user must bring a plan. Some plans name the
     head alone.
     """
-    return {rule: style for rules in _known(model).values() for rule, style in rules.items()}
+    with without_wrappers(model):
+        return {rule: style for rules in _known(model).values() for rule, style in rules.items()}
 
 
 def _known(model: nn.Module) -> dict[str, Rules]:
@@ -177,6 +178,11 @@ def has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
     Others are layers and encoders beside models, whole on every rank; without a plan a model of transformers with a
     head, which may be large, is an error.
     """
+    with without_wrappers(model):
+        return _has_rules(model, custom)
+
+
+def _has_rules(model: nn.Module, custom: Rules | str | None) -> bool:
     resolved = _resolve(custom, model)
     known = _own(model) if resolved and EXTENDS not in resolved else _known(model)  # what a plan of the user replaces
     if any(known.values()) or (isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None):
