@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_automodel import DDPStrategy
 from lightning_automodel.finetuning.loader import ResumableLoader
@@ -40,6 +41,7 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
     "stream": lambda: DataLoader(Stream()),
     "drawing": lambda: DataLoader(TENSORS, sampler=drawing(ROWS)),
     "by numpy": lambda: DataLoader(TENSORS, sampler=ByNumpy(ROWS)),
+    "stateful": lambda: StatefulDataLoader(TENSORS, shuffle=True),
     "dealt": lambda: DataLoader(TENSORS, batch_sampler=ByNumpy(ROWS, 2)),
 }
 RUNS: dict[str, dict[str, Any]] = {

@@ -199,18 +199,27 @@ def loops_before_step(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, A
     return {**loops, "fit_loop": fit}
 
 
-def before_first_batch(trainer: Trainer, prepare: Callable[[CombinedLoader], None]) -> None:
+def before_first_batch(
+    trainer: Trainer, prepare: Callable[[CombinedLoader], None], had_state: Callable[[object], bool]
+) -> None:
     """Calls ``prepare``, once, when the training loaders and their limits are known and none has begun.
 
-    Nothing public lies there; Lightning restores the states of loaders in this place.
+    Nothing public lies there; Lightning restores the states of loaders in this place. It refuses a state of a loader
+    that has none now: those for which ``had_state`` holds are left out.
     """
     loop = trainer.fit_loop
     restore = loop._load_combined_loader_states
 
     def prepared() -> None:
         vars(loop).pop("_load_combined_loader_states")
-        restore()
         assert loop._combined_loader is not None
+        states = loop._combined_loader_states_to_load
+        saved = [loader for loader in loop._combined_loader.flattened if is_stateful(loader) or had_state(loader)]
+        if len(saved) == len(states):
+            loop._combined_loader_states_to_load = [
+                state for loader, state in zip(saved, states, strict=True) if is_stateful(loader)
+            ]
+        restore()
         prepare(loop._combined_loader)
 
     vars(loop)["_load_combined_loader_states"] = prepared

@@ -42,6 +42,7 @@ from lightning_automodel.strategies.checkpoints.plateaus import MONITORED, go_on
 from lightning_automodel.strategies.checkpoints.trained import TRAINED, Trained
 from lightning_automodel.strategies.data.positions import POSITIONS, choose_position
 from lightning_automodel.strategies.data.seen_samples import SEEN, SeenSamples, warn_of_loaders_ahead
+from lightning_automodel.strategies.data.stateful import had_state
 from lightning_automodel.strategies.mesh import OnMesh
 from lightning_automodel.strategies.metric_states import combined_states, leave_to_first_rank
 from lightning_automodel.strategies.random_state import RANDOM_NUMBERS, RANDOM_STATES, restore_random_state
@@ -249,7 +250,9 @@ class SavingStrategy(OnMesh):
         self._own = {key: checkpoint.pop(key) for key in OWN_ENTRIES if key in checkpoint}  # hooks see Lightning's
         if self._trainer.state.fn == TrainerFn.FITTING:
             before_first_batch(
-                self._trainer, lambda loader: self._seen.go_on(self._trainer, loader, self.data_rank, self.data_size)
+                self._trainer,
+                lambda loader: self._seen.go_on(self._trainer, loader, self.data_rank, self.data_size),
+                had_state,
             )
         return checkpoint
 

@@ -20,11 +20,17 @@ def resumed(loader: DataLoader, rest: Iterable | None = None, through: int = 0) 
         rest: what is left of the first one; ``None``: all of it.
         through: batches of that which are not.
     """
-    result, kind = copy.copy(loader), type(loader)
-    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
-    result.__class__ = type(kind.__name__, (_Resumed, kind), names)
+    result = with_class(copy.copy(loader), _Resumed)
     vars(result).update(_has_begun=True, _rest=rest, _through=through, _iterator=None)
     return result
+
+
+def with_class(loader: DataLoader, base: type) -> DataLoader:
+    """Return ``loader`` with what ``base`` has before its class, whose name it keeps."""
+    kind = type(loader)
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+    loader.__class__ = type(kind.__name__, (base, kind), names)
+    return loader
 
 
 def counts_batches(loader: object) -> bool:

@@ -50,6 +50,7 @@ from lightning_automodel.strategies.data.shared_order import (
     is_of_trainer,
     share,
 )
+from lightning_automodel.strategies.data.stateful import draws_as_torch, without_needless_state
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 
@@ -131,7 +132,7 @@ def share_of_sampler(
 
 def _is_of_loader(sampler: Any, dataloader: DataLoader) -> bool:
     """Tell whether ``sampler`` gives each sample once, as those that a ``DataLoader`` makes by itself."""
-    if isinstance(sampler, RandomSampler):
+    if isinstance(sampler, RandomSampler) or draws_as_torch(sampler):
         return not sampler.replacement and sampler.num_samples == sized_len(dataloader.dataset)
     return isinstance(sampler, SequentialSampler)
 
@@ -161,7 +162,9 @@ def process_dataloader(
     is_pipe = isinstance(loader.dataset, IterDataPipe)  # which a loader divides among all processes, those of tp, too
     if is_divided and (size > 1 or is_pipe):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
-    return loader if size == 1 or trainer.training or group is None else _with_agreed_length(loader, trainer, group)
+    if trainer.training:
+        return without_needless_state(loader)
+    return loader if size == 1 or group is None else _with_agreed_length(loader, trainer, group)
 
 
 def check_training_lengths(batches: int | float, device: torch.device) -> None:
