@@ -35,6 +35,24 @@ class Stream(IterableDataset):
         return ROWS
 
 
+class Lengthless(IterableDataset):
+    """Says no length; and where it is."""
+
+    def __init__(self) -> None:
+        self.at = self.first = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        first, self.first = self.first, 0
+        for self.at in range(first + 1, ROWS + 1):
+            yield TENSORS[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
 LOADERS: dict[str, Callable[[], DataLoader]] = {
     "shuffled": lambda: DataLoader(TENSORS, shuffle=True),
     "counting": lambda: ResumableLoader(TENSORS, shuffle=True),
@@ -42,6 +60,9 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
     "drawing": lambda: DataLoader(TENSORS, sampler=drawing(ROWS)),
     "by numpy": lambda: DataLoader(TENSORS, sampler=ByNumpy(ROWS)),
     "stateful": lambda: StatefulDataLoader(TENSORS, shuffle=True),
+    "stateful stream": lambda: StatefulDataLoader(Stream()),
+    "lengthless": lambda: DataLoader(Lengthless()),
+    "stateful lengthless": lambda: StatefulDataLoader(Lengthless()),
     "dealt": lambda: DataLoader(TENSORS, batch_sampler=ByNumpy(ROWS, 2)),
 }
 RUNS: dict[str, dict[str, Any]] = {

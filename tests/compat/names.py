@@ -142,6 +142,7 @@ ATTRIBUTES = {
         "_data_fetcher",
         "_last_train_dl_reload_epoch",
         "_load_combined_loader_states",
+        "_combined_loader_states_to_load",
         "_restarting",
         "_skip_backward",
     ),
@@ -260,7 +261,7 @@ OWN = {
 """Attributes of classes in _compat."""
 
 OPTIONAL = {
-    *("_distributed", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"),
+    *("_distributed", "_starting_state_dict", "_use_count", "_fsdp_param_group", "_fsdp_param_groups"),
     *("_StridedShardNotDecodableError", "_unsharded_dtensor_spec"),
     *("_get_reduce_dtype", "_post_backward_pending", "_reduce_scatter_param_indices", "_sharding_spec_by_dtype"),
 }

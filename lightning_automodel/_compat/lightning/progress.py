@@ -103,7 +103,20 @@ def end_epoch(trainer: Trainer) -> None:
         # The own setter of the loop takes every run that counts steps for one within an epoch.
         _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
     elif progress.is_last_batch:
-        _at_reset(trainer, lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
+        _at_reset(
+            trainer,
+            before=lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready),
+            after=lambda: _begin_counts(trainer),
+        )
+
+
+def _begin_counts(trainer: Trainer) -> None:
+    """Let the counts of the next epoch begin where no length says that it does: Lightning compares with that."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.num_training_batches == float("inf") and loop.restarted_on_train_batch_end:
+        for counts in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            counts.reset_on_run()
+        loop.val_loop.batch_progress.total.reset()
 
 
 def _count_on(trainer: Trainer, batches: float) -> None:

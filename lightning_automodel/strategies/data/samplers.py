@@ -50,7 +50,7 @@ from lightning_automodel.strategies.data.shared_order import (
     is_of_trainer,
     share,
 )
-from lightning_automodel.strategies.data.stateful import draws_as_torch, without_needless_state
+from lightning_automodel.strategies.data.stateful import draws_as_torch, with_what_state_says
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 
@@ -163,7 +163,7 @@ def process_dataloader(
     if is_divided and (size > 1 or is_pipe):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
     if trainer.training:
-        return without_needless_state(loader)
+        return with_what_state_says(loader)
     return loader if size == 1 or group is None else _with_agreed_length(loader, trainer, group)
 
 

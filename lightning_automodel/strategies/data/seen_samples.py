@@ -53,6 +53,7 @@ from lightning_automodel.strategies.data.positions import (
 )
 from lightning_automodel.strategies.data.rest_of_epoch import Behind, RestOfOrder, counts_batches, resumed
 from lightning_automodel.strategies.data.shared_order import DealtBatches, SharedOrder
+from lightning_automodel.strategies.data.stateful import end_pass
 from lightning_automodel.strategies.data.streams import divides_itself, share_of_loader
 
 SEEN = "samples_seen"
@@ -178,6 +179,8 @@ def _begin_epoch(trainer: "pl.Trainer", combined: CombinedLoader, data_ranks: in
         is_due: the trainer makes other loaders before that batch.
     """
     _count_anew(*filter(counts_batches, combined.flattened))
+    for loader in combined.flattened:
+        end_pass(loader)
     end_epoch(trainer)
     if is_due or has_begun_pass(trainer):
         first = None if reads_begun_pass(trainer) else ()

@@ -1,17 +1,20 @@
-"""Loaders of torchdata whose state says less than a checkpoint of this package: a place in one rank's order.
+"""Loaders of torchdata, whose states say less than a checkpoint of this package, or are read twice.
 
-That order is another one in a run that resumes, since the loader is told the epoch behind its state; at the end of an
-epoch the state leaves out the next one; and asking for it begins a pass, which draws. Lightning's own strategies resume
-so. A loader without it goes on as one of torch's does.
+Over an order of samples, or a stream that has no state, a state is a place in what one rank reads. In a run that
+resumes that order is another one, since the loader is told the epoch behind its state; and asking for a state begins a
+pass, which draws. Without it, such a loader goes on as one of torch's does. Over a stream that has a state it keeps its
+own, but of a pass that is through: torchdata would give none of the next one.
 """
 
 import copy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_automodel._compat.datasets import forget_starting_state
 from lightning_automodel.strategies.data.rest_of_epoch import with_class
 from lightning_automodel.strategies.data.shared_order import is_of_trainer
 
@@ -28,26 +31,58 @@ class _WithoutState(DataLoader):
     state_dict = load_state_dict = None
 
 
-def without_needless_state(loader: DataLoader) -> DataLoader:
-    """Return ``loader``, or one that has no state if that of torchdata says no more than how much of the trainer's
-    sampler was read.
+class _OverStateful(DataLoader):
+    next_iter_state: Any  # of torchdata: what the next pass begins with
+    _before: Any = None  # the state before the last batch, which waits while the one before is trained on
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.next_iter_state is None:
+            forget_starting_state(self.dataset)
+        self._before = None
+        batches = super().__iter__()
+        return batches if sized_len(self) is not None else self._read_ahead(batches)
+
+    def _read_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give ``batches`` to Lightning's loop, which fetches one ahead where it knows no length."""
+        self._before = self._now()
+        for batch in batches:
+            yield batch
+            self._before = self._now()
+        self._before = None
+
+    def _now(self) -> Any:
+        return super().state_dict()  # type: ignore[misc]
+
+    def state_dict(self) -> Any:
+        return self._now() if self._before is None else self._before
+
+
+def with_what_state_says(loader: DataLoader) -> DataLoader:
+    """Return ``loader``, or one of torchdata's in another form: without a state, if that says no more than how much was
+    read; or, over a stream that has one, with passes behind the first that begin at its beginning.
     """
-    if not _says_a_place_in_an_order(loader):
+    if not _is_of_torchdata(loader):
         return loader
     result, batches = copy.copy(loader), loader.batch_sampler
     if isinstance(batches, BatchSampler) and type(batches).__module__.startswith(_MODULE):
         vars(result).update(batch_sampler=BatchSampler(batches.sampler, batches.batch_size, batches.drop_last))
-    return with_class(result, _WithoutState)
+    if hasattr(loader.dataset, "state_dict"):
+        return with_class(result, _OverStateful) if has_iterable_dataset(loader) else loader
+    is_counted = has_iterable_dataset(loader) or is_of_trainer(getattr(batches, "sampler", loader.sampler))
+    return with_class(result, _WithoutState) if is_counted else loader
 
 
 def had_state(loader: object) -> bool:
-    """Tell whether :func:`without_needless_state` has taken it: checkpoints of other strategies may hold one."""
+    """Tell whether :func:`with_what_state_says` has taken it: checkpoints of other strategies may hold one."""
     return isinstance(loader, _WithoutState)
 
 
-def _says_a_place_in_an_order(loader: DataLoader) -> bool:
+def end_pass(loader: object) -> None:
+    """Let what a state says of a pass that is through lie behind ``loader``, if that is torchdata's, with a state."""
+    if _is_of_torchdata(loader) and not had_state(loader):
+        next(iter(loader), None)  # type: ignore[call-overload]
+
+
+def _is_of_torchdata(loader: object) -> bool:
     kind: Any = getattr(sys.modules.get(_MODULE), "StatefulDataLoader", None)
-    if kind is None or not isinstance(loader, kind) or type(loader).state_dict is not kind.state_dict:
-        return False
-    is_ordered = is_of_trainer(getattr(loader.batch_sampler, "sampler", loader.sampler))
-    return is_ordered and not has_iterable_dataset(loader) and not hasattr(loader.dataset, "state_dict")
+    return kind is not None and isinstance(loader, kind)
