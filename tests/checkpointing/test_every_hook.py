@@ -151,7 +151,14 @@ def save_and_resume(kind: str, run: str, directory: Path) -> dict[str, str]:
     return wrong
 
 
-CASES = [(kind, run) for kind in LOADERS for run in RUNS]
+# Not exact: a save within the last window of accumulation of an epoch whose length nobody knows; and, with a warning, one
+# within a batch where the loader's own state is behind it.
+LEFT_OUT = [
+    ("lengthless", "accumulated"),
+    ("stateful lengthless", "accumulated"),
+    ("stateful lengthless", "short epochs"),
+]
+CASES = [(kind, run) for kind in LOADERS for run in RUNS if (kind, run) not in LEFT_OUT]
 QUICK = [("counting", "short epochs"), ("counting", "accumulated"), ("by numpy", "made anew"), ("stream", "steps")]
 
 

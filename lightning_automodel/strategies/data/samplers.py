@@ -163,7 +163,7 @@ def process_dataloader(
     if is_divided and (size > 1 or is_pipe):
         loader = share_of_loader(loader, rank, size, drop_last=trainer.training)
     if trainer.training:
-        return with_what_state_says(loader)
+        return with_what_state_says(loader, is_limited=isinstance(trainer.limit_train_batches, int))
     return loader if size == 1 or group is None else _with_agreed_length(loader, trainer, group)
 
 

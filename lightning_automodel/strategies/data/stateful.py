@@ -33,6 +33,7 @@ class _WithoutState(DataLoader):
 
 class _OverStateful(DataLoader):
     next_iter_state: Any  # of torchdata: what the next pass begins with
+    _is_limited = False
     _before: Any = None  # the state before the last batch, which waits while the one before is trained on
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -40,7 +41,8 @@ class _OverStateful(DataLoader):
             forget_starting_state(self.dataset)
         self._before = None
         batches = super().__iter__()
-        return batches if sized_len(self) is not None else self._read_ahead(batches)
+        has_length = self._is_limited or sized_len(self) is not None
+        return batches if has_length else self._read_ahead(batches)
 
     def _read_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Give ``batches`` to Lightning's loop, which fetches one ahead where it knows no length."""
@@ -57,9 +59,13 @@ class _OverStateful(DataLoader):
         return self._now() if self._before is None else self._before
 
 
-def with_what_state_says(loader: DataLoader) -> DataLoader:
+def with_what_state_says(loader: DataLoader, is_limited: bool = False) -> DataLoader:
     """Return ``loader``, or one of torchdata's in another form: without a state, if that says no more than how much was
     read; or, over a stream that has one, with passes behind the first that begin at its beginning.
+
+    Args:
+        loader: of training.
+        is_limited: the trainer takes a number of batches of an epoch, so that no length is unknown.
     """
     if not _is_of_torchdata(loader):
         return loader
@@ -67,7 +73,10 @@ def with_what_state_says(loader: DataLoader) -> DataLoader:
     if isinstance(batches, BatchSampler) and type(batches).__module__.startswith(_MODULE):
         vars(result).update(batch_sampler=BatchSampler(batches.sampler, batches.batch_size, batches.drop_last))
     if hasattr(loader.dataset, "state_dict"):
-        return with_class(result, _OverStateful) if has_iterable_dataset(loader) else loader
+        if not has_iterable_dataset(loader):
+            return loader
+        vars(result).update(_is_limited=is_limited)
+        return with_class(result, _OverStateful)
     is_counted = has_iterable_dataset(loader) or is_of_trainer(getattr(batches, "sampler", loader.sampler))
     return with_class(result, _WithoutState) if is_counted else loader
 
