@@ -151,8 +151,8 @@ def save_and_resume(kind: str, run: str, directory: Path) -> dict[str, str]:
     return wrong
 
 
-# Not exact: a save within the last window of accumulation of an epoch whose length nobody knows; and, with a warning, one
-# within a batch where the loader's own state is behind it.
+# Not exact: a save within the last window of accumulation of an epoch whose length nobody knows; and, with a warning,
+# one within a batch where the loader's own state is behind it.
 LEFT_OUT = [
     ("lengthless", "accumulated"),
     ("stateful lengthless", "accumulated"),
