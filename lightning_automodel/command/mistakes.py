@@ -105,7 +105,8 @@ def _unknown_argument(key: str, cls: type | None, option: str) -> str:
 def _option_meant(given: str, known: list[str]) -> str:
     """Propose an option by its last name first: ``--tp`` is one of the strategy."""
     ends = [name for cutoff in (1.0, 0.85) for name in known if _ends_like(given, name, cutoff)]
-    return f"; did you mean --{ends[0]}?" if ends and given not in known else proposal(given, known, "--")
+    meant = f"; did you mean --{ends[0]}?" if ends and given not in known else proposal(given, known, "--")
+    return meant or "; --help lists them"
 
 
 def _ends_like(given: str, name: str, cutoff: float = 0.85) -> bool:

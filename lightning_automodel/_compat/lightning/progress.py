@@ -90,14 +90,11 @@ def end_epoch(trainer: Trainer) -> None:
     (``on_train_epoch_start``) it would take it for through, and train none of it. Behind the epoch
     (``on_train_epoch_end``, or when the run was over) a run that counts steps would train one batch more of it.
     """
-    loop = trainer.fit_loop.epoch_loop
     epoch: Any = trainer.fit_loop.epoch_progress.current
     total: Any = trainer.fit_loop.epoch_progress.total
-    progress = loop.batch_progress
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     if epoch.started < epoch.ready:
-        for counts in (progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
-            counts.reset_on_run()
-        loop.val_loop.batch_progress.total.reset()
+        _begin_counts(trainer)
     elif epoch.processed == epoch.ready > 0:
         epoch.completed, total.completed = epoch.processed, total.processed
         # The own setter of the loop takes every run that counts steps for one within an epoch.
@@ -106,17 +103,22 @@ def end_epoch(trainer: Trainer) -> None:
         _at_reset(
             trainer,
             before=lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready),
-            after=lambda: _begin_counts(trainer),
+            after=lambda: _begin_counts_without_length(trainer),
         )
 
 
 def _begin_counts(trainer: Trainer) -> None:
-    """Let the counts of the next epoch begin where no length says that it does: Lightning compares with that."""
+    """Let the counts of an epoch begin, as the loop does for one that does not go on."""
     loop = trainer.fit_loop.epoch_loop
-    if trainer.num_training_batches == float("inf") and loop.restarted_on_train_batch_end:
-        for counts in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
-            counts.reset_on_run()
-        loop.val_loop.batch_progress.total.reset()
+    for counts in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+        counts.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
+
+
+def _begin_counts_without_length(trainer: Trainer) -> None:
+    """Let them begin behind an epoch whose length nobody knows: Lightning finds that it is through by the length."""
+    if trainer.num_training_batches == float("inf") and trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
+        _begin_counts(trainer)
 
 
 def _count_on(trainer: Trainer, batches: float) -> None:
@@ -212,8 +214,15 @@ def loops_before_step(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, A
     return {**loops, "fit_loop": fit}
 
 
+def is_stateful(loader: object) -> bool:
+    """Tells whether Lightning saves and restores the state of ``loader`` itself."""
+    return isinstance(loader, _Stateful)
+
+
 def before_first_batch(
-    trainer: Trainer, prepare: Callable[[CombinedLoader], None], had_state: Callable[[object], bool]
+    trainer: Trainer,
+    prepare: Callable[[CombinedLoader], None],
+    had_state: Callable[[object], bool] = is_stateful,
 ) -> None:
     """Calls ``prepare``, once, when the training loaders and their limits are known and none has begun.
 
@@ -315,8 +324,3 @@ def validation_loader(trainer: Trainer) -> CombinedLoader | None:
 def cycles(loader: CombinedLoader | None) -> bool:
     """Tells whether loaders that end begin anew until the longest ends."""
     return loader is not None and loader._mode == "max_size_cycle"
-
-
-def is_stateful(loader: object) -> bool:
-    """Tells whether Lightning saves and restores the state of ``loader`` itself."""
-    return isinstance(loader, _Stateful)

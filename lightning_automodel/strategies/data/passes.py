@@ -33,7 +33,6 @@ from lightning_automodel._compat.lightning.progress import (
     validation_loader,
 )
 from lightning_automodel.strategies.data.shared_order import SharedOrder, order_of
-from lightning_automodel.strategies.data.stateful import had_state
 
 _TRAINING, _VALIDATION, _LOADED = "passes", "validation_passes", "loaded"
 
@@ -164,7 +163,7 @@ def load_when_due(trainer: "pl.Trainer", position: EpochPosition, saved: Mapping
             set_sampler_epoch(loader, position.epoch)
 
     if is_due:
-        before_first_batch(trainer, begin, had_state)
+        before_first_batch(trainer, begin)
     return is_due
 
 
