@@ -144,7 +144,10 @@ def test_a_process_prints_one_line_and_nothing_of_libraries() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
-    assert (done.stdout, done.stderr) == ("", "lightning-automodel: error: there is no option --foo; --help lists them\n")
+    assert (done.stdout, done.stderr) == (
+        "",
+        "lightning-automodel: error: there is no option --foo; --help lists them\n",
+    )
 
 
 def test_all_fields_of_the_configs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
