@@ -21,6 +21,9 @@ from transformers import (
     PreTrainedConfig,
     SegformerConfig,
     SegformerForSemanticSegmentation,
+    SwinConfig,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
 )
 
 from lightning_automodel.config import FSDP2Config
@@ -89,6 +92,11 @@ BIASED: dict[str, tuple[type[nn.Module], PreTrainedConfig]] = {
     )
 }
 """Models whose attention is handed biases of positions for each head."""
+SWIN: dict[str, Any] = {"image_size": 56, "patch_size": 2, "embed_dim": 16, "window_size": 7}
+SWIN |= {**DRY, "depths": [1, 1], "num_heads": [2, 4], "out_features": ["stage1", "stage2"]}
+UPERNET = UperNetConfig(
+    backbone_config=SwinConfig(**SWIN), hidden_size=24, pool_scales=[1, 2], use_auxiliary_head=False
+)
 SPLIT = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 PLAN = {
     **{f"decoder.layers.*.self_attn.{name}": style for name, style in SPLIT.items()},
@@ -132,6 +140,7 @@ def _batch(kind: type[nn.Module], rows: int, generator: torch.Generator) -> Batc
             "pixel_values": pixels,
             "labels": (pixels[:, 0] > 0).float(),
         },
+        UperNetForSemanticSegmentation: {"pixel_values": pixels, "labels": ids(rows, side, side) % 2},
     }
     return read[kind]
 
@@ -161,4 +170,10 @@ def test_a_stream_that_is_added_to_between_blocks(pool2: Pool) -> None:
 def test_biases_of_heads_that_images_have(name: str, pool2: Pool) -> None:
     kind, of = BIASED[name]
     for largest, parameter in pool2.run(error, kind, {"tp": 2}, FSDP2Config(), of):
+        assert largest <= BOUND, parameter
+
+
+def test_blocks_of_a_backbone_have_its_width(pool2: Pool) -> None:
+    """A block of Swin adds its own stream, which is of another width than the model around it names."""
+    for largest, parameter in pool2.run(error, UperNetForSemanticSegmentation, {"tp": 2}, FSDP2Config(), UPERNET):
         assert largest <= BOUND, parameter
