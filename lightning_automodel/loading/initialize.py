@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from lightning_automodel._compat.dtensor.tensors import dtensor_like
-from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
+from lightning_automodel._compat.torch.modules import is_persistent, own_buffers, own_parameters
 from lightning_automodel._compat.transformers.models import is_initialized
 from lightning_automodel.distributed.shards import copy_from_whole
 from lightning_automodel.loading.broadcast import broadcast
@@ -88,17 +89,19 @@ def not_a_number(value: Tensor) -> Tensor:
 
 
 def set_what_is_left(model: nn.Module, unset: Set[Tensor]) -> None:
-    """Set parameters that models set in their constructor only (apertus' activation), which a build on meta loses.
+    """Set what models set in their constructor only (apertus' activation, tables that code of the hub computes there),
+    which a build on meta loses.
 
     Raises:
         ValueError: naming those that the constructor leaves, too.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    left = {name: tensor for name, tensor in named if tensor in unset and tensor.isnan().any()}
+    left = {name: tensor for name, tensor in named if tensor in unset and _is_left(tensor)}
     if not left:
         return
     if isinstance(model, PreTrainedModel):
-        again = _construct_again(model)
+        is_drawn = any(isinstance(tensor, nn.Parameter) for tensor in left.values())
+        again = _construct_again(model) if is_drawn else _construct_tables(model)
         constructed = {**dict(again.named_parameters()), **dict(again.named_buffers())}
         for name, tensor in left.items():
             tensor.data.copy_(constructed[name])
@@ -109,6 +112,29 @@ def set_what_is_left(model: nn.Module, unset: Set[Tensor]) -> None:
             "memory that nobody has written; initialize them in _init_weights (reset_parameters of a module of your "
             "own), or build the model outside of torch.device('meta')"
         )
+
+
+def _is_left(tensor: Tensor) -> bool:
+    """Tell whether nothing was written into memory that was made for a tensor."""
+    return bool(tensor.isnan().any()) if tensor.is_floating_point() else tensor._version == 0
+
+
+def unread_tables(model: PreTrainedModel) -> list[Tensor]:
+    """Mark the buffers that are in no file, whose memory transformers has just made, as not a number; return them."""
+    found = [
+        buffer
+        for module in model.modules()
+        for name, buffer in own_buffers(module).items()
+        if buffer is not None and not is_persistent(module, name) and not buffer.is_meta
+    ]
+    return [not_a_number(buffer) for buffer in found]
+
+
+def _construct_tables(model: PreTrainedModel) -> nn.Module:
+    """Builds a second model for its buffers; nobody writes into the memory of its weights, which so takes none."""
+    built: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.random.fork_rng(), torch.device("cpu"), no_init_weights():
+        return built(model.config)
 
 
 def _construct_again(model: PreTrainedModel) -> nn.Module:

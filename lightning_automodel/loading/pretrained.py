@@ -28,7 +28,7 @@ from lightning_automodel._compat.transformers.loading import (
 from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.shards import local_tensor
 from lightning_automodel.loading.host_offload import home_of, move
-from lightning_automodel.loading.initialize import initialize_missing
+from lightning_automodel.loading.initialize import initialize_missing, unread_tables
 from lightning_automodel.loading.placeholders import broadcast_object, copy_among_replicas, reserve
 from lightning_automodel.loading.quantized import becomes_plain, refuse_quantized, share_forms
 from lightning_automodel.loading.read_values import note_values
@@ -151,7 +151,8 @@ class _ShardedLoading:
 
     def initialize(self, original: Callable, model: PreTrainedModel, *args: Any) -> None:
         """Give values to what the files lack."""
-        initialize_missing(model, lambda: original(model, *args), home_of(model, self.device))
+        tables = unread_tables(model)
+        initialize_missing(model, lambda: original(model, *args), home_of(model, self.device), tables)
 
     def finalize(self, original: Callable, model: PreTrainedModel, load_config: Any, info: Any, *args: Any) -> Any:
         """Send what was read to the other replicas, and check that ties held."""

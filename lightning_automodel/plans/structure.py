@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 
 from lightning_automodel.modules.matrices import is_turned
-from lightning_automodel.modules.structure import CONTAINERS, outermost, text_config
+from lightning_automodel.modules.structure import CONTAINERS, nearest_config, outermost, text_config
 from lightning_automodel.plans.selection import Plan
 from lightning_automodel.plans.styles import STYLES, Style, style_of, turned
 
@@ -146,11 +146,15 @@ class Structure:
         return styles + [s for n, s in self.parameter_styles.items() if n.startswith(prefix)]
 
     def _is_closed(self, name: str) -> bool:
-        """Tells whether no whole parameter below writes the residual width: every contribution may be a partial sum."""
+        """Tells whether no whole parameter below writes the residual width: every contribution may be a partial sum.
+
+        Towers that are models of their own have their own width.
+        """
+        widths = {self.hidden_size, getattr(nearest_config(self.modules[""], name), "hidden_size", None)}
         for parameter_name, parameter in self.modules[name].named_parameters():
             if f"{name}.{parameter_name}" in self.parameter_styles or parameter.ndim == 0:
                 continue
             width = parameter.shape[-2] if parameter.ndim >= 2 else parameter.shape[-1]
-            if width == self.hidden_size:
+            if width in widths:
                 return False
         return True

@@ -14,11 +14,16 @@ from transformers import (
     BeitForImageClassification,
     CLIPSegConfig,
     CLIPSegForImageSegmentation,
+    Data2VecVisionConfig,
+    Data2VecVisionForImageClassification,
     FNetConfig,
     FNetForMaskedLM,
     PreTrainedConfig,
     SegformerConfig,
     SegformerForSemanticSegmentation,
+    SwinConfig,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
 )
 
 from lightning_automodel.config import FSDP2Config
@@ -73,6 +78,25 @@ CONFIGS: dict[type[nn.Module], PreTrainedConfig] = {
         decoder_intermediate_size=32,
     ),
 }
+BIASED: dict[str, tuple[type[nn.Module], PreTrainedConfig]] = {
+    name: (model, config(**SIZES, **DRY, **PATCHES, **{field: True}))
+    for name, model, config, field in (
+        ("beit, of each block", BeitForImageClassification, BeitConfig, "use_relative_position_bias"),
+        ("beit, shared", BeitForImageClassification, BeitConfig, "use_shared_relative_position_bias"),
+        (
+            "data2vec, shared",
+            Data2VecVisionForImageClassification,
+            Data2VecVisionConfig,
+            "use_shared_relative_position_bias",
+        ),
+    )
+}
+"""Models whose attention is handed biases of positions for each head."""
+SWIN: dict[str, Any] = {"image_size": 56, "patch_size": 2, "embed_dim": 16, "window_size": 7}
+SWIN |= {**DRY, "depths": [1, 1], "num_heads": [2, 4], "out_features": ["stage1", "stage2"]}
+UPERNET = UperNetConfig(
+    backbone_config=SwinConfig(**SWIN), hidden_size=24, pool_scales=[1, 2], use_auxiliary_head=False
+)
 SPLIT = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 PLAN = {
     **{f"decoder.layers.*.self_attn.{name}": style for name, style in SPLIT.items()},
@@ -81,13 +105,13 @@ PLAN = {
 }
 
 
-def build(kind: type[nn.Module]) -> nn.Module:
-    """Draw a model of which no vector is zero."""
+def build(kind: type[nn.Module], config: PreTrainedConfig | None = None) -> nn.Module:
+    """Draw a model of which no vector is zero, and no table."""
     torch.manual_seed(0)
-    model = kind(CONFIGS[kind])
+    model = kind(config or CONFIGS[kind])
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
@@ -107,6 +131,7 @@ def _batch(kind: type[nn.Module], rows: int, generator: torch.Generator) -> Batc
     classes = torch.randint(0, 2, (rows,), generator=generator)
     read: dict[type[nn.Module], Batch] = {
         BeitForImageClassification: {"pixel_values": pixels, "labels": classes},
+        Data2VecVisionForImageClassification: {"pixel_values": pixels, "labels": classes},
         ASTForAudioClassification: {"input_values": torch.randn(rows, 64, 16, generator=generator), "labels": classes},
         SegformerForSemanticSegmentation: {"pixel_values": pixels, "labels": ids(rows, side, side) % 2},
         FNetForMaskedLM: dict.fromkeys(("input_ids", "labels"), ids(rows, 16)),
@@ -115,14 +140,17 @@ def _batch(kind: type[nn.Module], rows: int, generator: torch.Generator) -> Batc
             "pixel_values": pixels,
             "labels": (pixels[:, 0] > 0).float(),
         },
+        UperNetForSemanticSegmentation: {"pixel_values": pixels, "labels": ids(rows, side, side) % 2},
     }
     return read[kind]
 
 
-def error(kind: type[nn.Module], sizes: dict[str, int], config: FSDP2Config) -> tuple[float, str]:
+def error(
+    kind: type[nn.Module], sizes: dict[str, int], config: FSDP2Config, of: PreTrainedConfig | None = None
+) -> tuple[float, str]:
     """Runs on each rank."""
     draws: Callable[..., list[Batch]] = lambda *arguments: draw(kind, *arguments)  # noqa: E731
-    return compare(lambda: build(kind), sizes, dist.get_world_size(), SCHEDULE, config, draw=draws).largest
+    return compare(lambda: build(kind, of), sizes, dist.get_world_size(), SCHEDULE, config, draw=draws).largest
 
 
 @pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
@@ -136,3 +164,16 @@ def test_a_stream_that_is_added_to_between_blocks(pool2: Pool) -> None:
     config = FSDP2Config(tp_plan=PLAN, sequence_parallel=True)
     for largest, name in pool2.run(error, CLIPSegForImageSegmentation, {"tp": 2}, config):
         assert largest <= BOUND, name
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_biases_of_heads_that_images_have(name: str, pool2: Pool) -> None:
+    kind, of = BIASED[name]
+    for largest, parameter in pool2.run(error, kind, {"tp": 2}, FSDP2Config(), of):
+        assert largest <= BOUND, parameter
+
+
+def test_blocks_of_a_backbone_have_its_width(pool2: Pool) -> None:
+    """A block of Swin adds its own stream, which is of another width than the model around it names."""
+    for largest, parameter in pool2.run(error, UperNetForSemanticSegmentation, {"tp": 2}, FSDP2Config(), UPERNET):
+        assert largest <= BOUND, parameter

@@ -291,3 +291,27 @@ def forgetful() -> None:
 def test_a_parameter_that_nothing_sets_is_named(pool2: Pool) -> None:
     with pytest.raises(RankFailed, match="leaves scale: one process would train on memory that nobody has written"):
         pool2.run(forgetful)
+
+
+class Tabled(LlamaForCausalLM):
+    """Computes tables in its constructor, as code of the hub does, that no file holds and no initialization sets."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, 5.0), persistent=False)
+        self.register_buffer("places", torch.arange(7), persistent=False)
+
+
+def tables(sizes: dict[str, int], directory: Path) -> tuple[list[float], list[int]]:
+    """Runs on each rank, in memory that earlier tensors have left."""
+    write(directory, False)
+    mesh = build_mesh(resolve_sizes(dist.get_world_size(), **sizes), "cpu")
+    with sharded_loading(lambda model: parallelize(model, mesh), CPU):
+        model = Tabled.from_pretrained(directory)
+    return model.slopes.tolist(), model.places.tolist()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_replicate": 2}], ids=str)
+def test_tables_that_no_file_holds_are_those_of_the_constructor(sizes: dict[str, int], pool2: Pool) -> None:
+    found = pool2.run(tables, sizes, with_directory=True)
+    assert found == [([0.5, 0.25, 0.125, 0.0625], list(range(7)))] * 2

@@ -18,6 +18,8 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    LayoutLMv3Config,
+    LayoutLMv3ForTokenClassification,
     LongT5Config,
     LongT5ForConditionalGeneration,
     MPNetConfig,
@@ -95,6 +97,15 @@ def mpnet() -> nn.Module:
     return drawn(MPNetForMaskedLM, MPNetConfig(vocab_size=128, intermediate_size=64, **sizes, **dry))
 
 
+def layoutlmv3() -> nn.Module:
+    """The encoder makes biases of all heads, of places in the text and on the page."""
+    dry: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 128}
+    boxes: dict[str, Any] = {"coordinate_size": 6, "shape_size": 4, "visual_embed": False}
+    config = LayoutLMv3Config(vocab_size=128, intermediate_size=64, **sizes, **boxes, **dry)
+    return drawn(LayoutLMv3ForTokenClassification, config)
+
+
 def bloom() -> nn.Module:
     return drawn(BloomForCausalLM, BloomConfig(**SIZES, n_layer=2, n_head=4))
 
@@ -165,6 +176,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "udop": udop,
     "masks of heads": partial(t5, Masked, num_labels=128),
     "mpnet": mpnet,
+    "layoutlmv3": layoutlmv3,
     "bloom": bloom,
     "falcon with alibi": partial(falcon, alibi=True),
     "falcon": partial(falcon, alibi=False),
@@ -174,7 +186,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lora that drops": partial(lora, dropout_rate=0.2),
 }
 FEW = ("t5 that drops", "bloom", "mpt")
-ONE_OF_EACH = (*FEW, "longt5, transient global", "mpnet", "udop", "masks of heads")
+ONE_OF_EACH = (*FEW, "longt5, transient global", "mpnet", "layoutlmv3", "udop", "masks of heads")
 
 
 def errors(sizes: dict[str, int], names: list[str], fields: dict[str, Any]) -> dict[str, Any]:
