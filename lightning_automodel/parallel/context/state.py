@@ -140,9 +140,14 @@ class StreamOnRows:
         """Find the dimension of ``count`` tokens in [batch, count, ...] or [n, batch, count, features]."""
         if not isinstance(value, Tensor) or value.ndim < 3 or not (value.is_floating_point() or value.is_complex()):
             return None
-        if value.shape[:2] == (self.batch, count):
+        if value.shape[:2] == (self.batch, count) and not self._is_of_heads(value):
             return 1
         return 2 if value.ndim == 4 and value.shape[1:3] == (self.batch, count) else None
+
+    def _is_of_heads(self, value: Tensor) -> bool:
+        """Tell whether ``value`` is scores [batch, heads, queries, seq] of as many heads as some rank has rows."""
+        queries = self._rows.count, self._rows.length
+        return value.ndim == 4 and value.shape[2] in queries and value.shape[3] == self._rows.length
 
     def begin(self, value: Tensor) -> None:
         """Decide how the whole ``value``, which enters a block, is cut."""

@@ -78,6 +78,12 @@ def test_loss_and_gradients_equal_one_process(
         assert {case: error for case, error in result.items() if error[0] > BOUND} == {}
 
 
+def test_as_many_heads_as_one_rank_has_rows(pool2: Pool) -> None:
+    """Blocks that give scores beside the stream: the other rank has a row more."""
+    for result in pool2.run(errors, [Case("gptj", lengths=(9, 7))], {"cp": 2}, 2, timeout=60):
+        assert {case: error for case, error in result.items() if error[0] > BOUND} == {}
+
+
 def errors_without_flash(cases: list[Case]) -> dict[str, tuple[float, str]]:
     """Runs on each rank, as on CUDA: torch's attention for each chunk, with the bias that stands for a causal mask."""
     causal.has_flash = lambda query: False
