@@ -102,6 +102,15 @@ class Skipping(LlamaForCausalLM):
         return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
 
 
+class Feeding(LlamaForCausalLM):
+    """Runs the model inside of it twice: what it gave the first time goes in again."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        first = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(self.model(inputs_embeds=first).last_hidden_state + first)
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+
 def with_other_feed_forwards() -> nn.Module:
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
@@ -206,7 +215,7 @@ def errors_of_losses(classes: list[type]) -> dict[str, Any]:
 
 
 def test_hidden_states_that_meet_in_front_of_the_head(pool2: Pool) -> None:
-    classes = [Centering, Naming, Measuring, Skipping]
+    classes = [Centering, Naming, Measuring, Skipping, Feeding]
     for found in pool2.run(errors_of_losses, classes):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 

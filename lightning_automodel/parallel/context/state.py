@@ -43,6 +43,7 @@ class Pass:
         allowed: the stream may be cut: nobody asked for caches or for scores.
         leaves_rows: hidden states may leave the model that runs the blocks as rows.
         has_labels: the loss is computed inside.
+        gave_whole: rows were gathered for what follows, which may run blocks once more.
         shape: batch and tokens of what the model around the blocks reads.
         rows: of the last list of blocks that ran; ``None``: it ran on the whole sequence.
         batch: rows of the batch.
@@ -57,6 +58,7 @@ class Pass:
     allowed: bool = False
     leaves_rows: bool = False
     has_labels: bool = False
+    gave_whole: bool = False
     shape: tuple[int, ...] = ()
     rows: Rows | None = None
     batch: int = 0
