@@ -59,9 +59,18 @@ def is_measured(module: nn.Module) -> bool:
 
     Of transformers' models these are the ones that write text; others see, hear or forecast.
     """
-    where = getattr(code_of(module), "__module__", None) or ""
+    where = _where(module)
     is_of_model = where.startswith(_MODELS)
-    return where.startswith(_TOKEN_BY_TOKEN) and (not is_of_model or where.split(".")[2] in _families_that_write())
+    return is_of_libraries(module) and (not is_of_model or where.split(".")[2] in _families_that_write())
+
+
+def is_of_libraries(module: nn.Module) -> bool:
+    """Tell whether the forward pass of ``module`` is code of transformers and of what extends it, and no user's."""
+    return _where(module).startswith(_TOKEN_BY_TOKEN)
+
+
+def _where(module: nn.Module) -> str:
+    return getattr(code_of(module), "__module__", None) or ""
 
 
 @functools.cache

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans.context import derive_context_layout
@@ -111,6 +113,28 @@ class Feeding(LlamaForCausalLM):
         return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
 
 
+class ShiftingAttention(LlamaAttention):
+    """Attends by transformers' functions, and sees the token before in its keys and values."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        seen = hidden_states + functional.pad(hidden_states, (0, 0, 1, -1))
+        inputs = ((self.q_proj, hidden_states), (self.k_proj, seen), (self.v_proj, seen))
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer, x in inputs)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.flatten(2)), None
+
+
+def with_attention_that_shifts() -> nn.Module:
+    model: Any = tiny_model("llama", "sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = ShiftingAttention
+    return model
+
+
 def with_other_feed_forwards() -> nn.Module:
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
@@ -198,7 +222,7 @@ def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[],
 @pytest.mark.parametrize(
     ("sizes", "config", "makers"),
     [
-        ({"cp": 2}, FSDP2Config(), CHANGED),
+        ({"cp": 2}, FSDP2Config(), [*CHANGED, with_attention_that_shifts]),
         ({"tp": 2}, FSDP2Config(sequence_parallel=True), CHANGED[:-1]),  # a plan splits no head that is a user's
     ],
     ids=["cp", "tp-sp"],
