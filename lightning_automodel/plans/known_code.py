@@ -84,6 +84,13 @@ def _families_that_write() -> frozenset[str]:
     return frozenset(model_type_to_module_name(family) for table in tables for family in table)
 
 
+def functions_of_users(module: nn.Module) -> list[Any]:
+    """List what can be called among the attributes of ``module``, modules aside, and comes from no known package."""
+    known = {*KNOWN, *_BESIDE, *(name.partition(".")[0] for name in _TOKEN_BY_TOKEN)}
+    functions = map(_without_partial, _callable_attributes(module))
+    return [function for function in functions if _package_of(function) not in known]
+
+
 def works_across_features(module: nn.Module) -> bool:
     """Tell whether a module of torch's computes with more than single features, or has a parameter for each."""
     if package(module) != "torch" or isinstance(module, PLAIN):
@@ -100,21 +107,30 @@ def is_activation(module: nn.Module) -> bool:
 
 def _runs(module: nn.Module) -> Iterator[Any]:
     """Yield the code of ``module``, what it names of its file, and what its attributes are that can be called."""
-    forward = code_of(module)
-    while isinstance(forward, functools.partial):
-        forward = forward.func
+    forward = _without_partial(code_of(module))
     yield forward
     if inspect.isfunction(forward) and _package_of(forward) in MEASURED:
         for name in names_in(forward.__code__):
             value = forward.__globals__.get(name)
             if callable(value):
                 yield value
-    for name, value in vars(module).items():
-        if not name.startswith("_") and name != "forward" and callable(value):
-            yield value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    for value in _callable_attributes(module):
+        yield value if inspect.isroutine(value) or isinstance(value, type) else type(value)
     registered = AttentionInterface().get(attention_of(getattr(module, "config", None)))
     if registered is not None:
         yield inspect.unwrap(registered)
+
+
+def _callable_attributes(module: nn.Module) -> Iterator[Any]:
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "forward" and callable(value):
+            yield value
+
+
+def _without_partial(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def _package_of(thing: Any) -> str:

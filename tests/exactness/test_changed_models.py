@@ -162,6 +162,22 @@ def _mixed(forward: Callable[[Tensor], Tensor], before: bool, x: Tensor) -> Tens
     return forward(x + x.cumsum(1) / 8) if before else forward(x) + forward(x).cumsum(1) / 8
 
 
+def centered(x: Tensor) -> Tensor:
+    return functional.silu(x - x.mean(1, keepdim=True))
+
+
+def sharpened(factor: float, x: Tensor) -> Tensor:
+    return functional.silu(factor * x)
+
+
+def with_function(function: Callable[[Tensor], Tensor] = centered) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = function
+    return model
+
+
 class AnyArguments(LlamaDecoderLayer):
     """Hands on what it is given."""
 
@@ -208,7 +224,7 @@ def with_code_of_its_own() -> nn.Module:
 
 CHANGED: list[Callable[[], nn.Module]] = [
     *(with_other_feed_forwards, with_assigned_code, with_assigned_ends, with_any_arguments, with_another_norm),
-    *(with_another_layer, with_code_of_its_own, with_another_head),
+    *(with_function, with_another_layer, with_code_of_its_own, with_another_head),
 ]
 
 
@@ -276,6 +292,12 @@ def test_which_modules_of_torch_work_on_features() -> None:
     mixing = [nn.ZeroPad2d(1), nn.Softmax(dim=1), nn.LayerNorm((8, 4)), nn.GroupNorm(1, 8), nn.GLU(1), nn.PReLU(8)]
     assert all(map(keeps_tokens_apart, alone))
     assert not any(map(keeps_tokens_apart, [*mixing, nn.AvgPool2d(3), nn.ConvTranspose1d(8, 8, 1)]))
+
+
+def test_functions_among_attributes_are_read() -> None:
+    functions: list[Any] = [functional.silu, partial(sharpened, 2.0), centered, lambda x: x.sigmoid()]
+    feed_forwards = [with_function(function).model.layers[0].mlp for function in functions]  # type: ignore[union-attr]
+    assert list(map(keeps_tokens_apart, feed_forwards)) == [True, True, False, False]
 
 
 def test_a_plain_model_hands_rows_to_its_head() -> None:
