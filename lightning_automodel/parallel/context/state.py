@@ -173,7 +173,9 @@ class StreamOnRows:
 
     def whole_mask(self, value: Any) -> Any:
         """Join a mask that was built by rows; other values stay."""
-        return value if self.row_masks is None else self.row_masks.whole(value)
+        # Where a call leaves out its first block, the stream has not begun.
+        masks = self.row_masks or self.call.row_masks
+        return value if masks is None else masks.whole(value)
 
     def prepare_mask(self, mask: Any) -> None:
         """Find what queries of this rank need of ``mask``, outside of what a recomputation runs again.
