@@ -59,9 +59,18 @@ def is_measured(module: nn.Module) -> bool:
 
     Of transformers' models these are the ones that write text; others see, hear or forecast.
     """
-    where = getattr(code_of(module), "__module__", None) or ""
+    where = _where(module)
     is_of_model = where.startswith(_MODELS)
-    return where.startswith(_TOKEN_BY_TOKEN) and (not is_of_model or where.split(".")[2] in _families_that_write())
+    return is_of_libraries(module) and (not is_of_model or where.split(".")[2] in _families_that_write())
+
+
+def is_of_libraries(module: nn.Module) -> bool:
+    """Tell whether the forward pass of ``module`` is code of transformers and of what extends it, and no user's."""
+    return _where(module).startswith(_TOKEN_BY_TOKEN)
+
+
+def _where(module: nn.Module) -> str:
+    return getattr(code_of(module), "__module__", None) or ""
 
 
 @functools.cache
@@ -73,6 +82,13 @@ def _families_that_write() -> frozenset[str]:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
     return frozenset(model_type_to_module_name(family) for table in tables for family in table)
+
+
+def functions_of_users(module: nn.Module) -> list[Any]:
+    """List what can be called among the attributes of ``module``, modules aside, and comes from no known package."""
+    known = {*KNOWN, *_BESIDE, *(name.partition(".")[0] for name in _TOKEN_BY_TOKEN)}
+    functions = map(_without_partial, _callable_attributes(module))
+    return [function for function in functions if _package_of(function) not in known]
 
 
 def works_across_features(module: nn.Module) -> bool:
@@ -91,21 +107,30 @@ def is_activation(module: nn.Module) -> bool:
 
 def _runs(module: nn.Module) -> Iterator[Any]:
     """Yield the code of ``module``, what it names of its file, and what its attributes are that can be called."""
-    forward = code_of(module)
-    while isinstance(forward, functools.partial):
-        forward = forward.func
+    forward = _without_partial(code_of(module))
     yield forward
     if inspect.isfunction(forward) and _package_of(forward) in MEASURED:
         for name in names_in(forward.__code__):
             value = forward.__globals__.get(name)
             if callable(value):
                 yield value
-    for name, value in vars(module).items():
-        if not name.startswith("_") and name != "forward" and callable(value):
-            yield value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    for value in _callable_attributes(module):
+        yield value if inspect.isroutine(value) or isinstance(value, type) else type(value)
     registered = AttentionInterface().get(attention_of(getattr(module, "config", None)))
     if registered is not None:
         yield inspect.unwrap(registered)
+
+
+def _callable_attributes(module: nn.Module) -> Iterator[Any]:
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "forward" and callable(value):
+            yield value
+
+
+def _without_partial(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def _package_of(thing: Any) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.plans.adapters import unknown_variants
-from lightning_automodel.plans.known_code import PLAIN, is_activation, is_measured
+from lightning_automodel.plans.known_code import PLAIN, functions_of_users, is_activation, is_measured
 
 _OF_TORCH = "torch.nn."
 _APART = {
@@ -38,8 +38,13 @@ def keeps_tokens_apart(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, treats every token alone."""
     if is_measured(module):
         is_of_torch = code_of(module).__module__.startswith(_OF_TORCH)
-        return _works_on_features(module) if is_of_torch else not unknown_variants(module)
-    body = _body(module)
+        is_apart = _works_on_features(module) if is_of_torch else not unknown_variants(module)
+        return is_apart and all(_reads_apart(function, module) for function in functions_of_users(module))
+    return _reads_apart(code_of(module), module)
+
+
+def _reads_apart(function: Any, module: nn.Module) -> bool:
+    body = _body(function)
     return body is not None and _are_apart(body, module)
 
 
@@ -57,7 +62,8 @@ def loops_keep_tokens_apart(holder: nn.Module) -> bool:
     """Tell whether the loops in which ``holder`` runs its blocks do nothing else in which tokens may meet."""
     if is_measured(holder):
         return True
-    loops = [node for statement in _body(holder) or [] for node in ast.walk(statement) if isinstance(node, ast.For)]
+    body = _body(code_of(holder)) or []
+    loops = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.For)]
     called = [child for loop in loops for statement in loop.body for child in _children_in(statement, holder)]
     are_apart = all(map(keeps_tokens_apart, (inner for child in called for inner in child.modules())))
     return bool(loops) and are_apart and all(_are_apart(loop.body, holder) for loop in loops)
@@ -80,7 +86,7 @@ def takes_no_tokens_apart(model: nn.Module, inner: str) -> bool:
     """
     if is_measured(model):
         return True
-    body = _body(model) or []
+    body = _body(code_of(model)) or []
     nodes = [node for statement in body for node in ast.walk(statement)]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{inner}"]
     if len(calls) != 1:
@@ -125,9 +131,9 @@ def _takes_all(index: ast.expr, kept: set[str]) -> bool:
     return isinstance(index, ast.Constant) and isinstance(index.value, int | str)
 
 
-def _body(module: nn.Module) -> list[ast.stmt] | None:
+def _body(function: Any) -> list[ast.stmt] | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code_of(module))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return None
     return tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else None

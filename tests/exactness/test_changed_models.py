@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
 from lightning_automodel.config import FSDP2Config
 from lightning_automodel.plans.context import derive_context_layout
@@ -102,6 +104,37 @@ class Skipping(LlamaForCausalLM):
         return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
 
 
+class Feeding(LlamaForCausalLM):
+    """Runs the model inside of it twice: what it gave the first time goes in again."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        first = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(self.model(inputs_embeds=first).last_hidden_state + first)
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+
+class ShiftingAttention(LlamaAttention):
+    """Attends by transformers' functions, and sees the token before in its keys and values."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        seen = hidden_states + functional.pad(hidden_states, (0, 0, 1, -1))
+        inputs = ((self.q_proj, hidden_states), (self.k_proj, seen), (self.v_proj, seen))
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer, x in inputs)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.flatten(2)), None
+
+
+def with_attention_that_shifts() -> nn.Module:
+    model: Any = tiny_model("llama", "sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = ShiftingAttention
+    return model
+
+
 def with_other_feed_forwards() -> nn.Module:
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
@@ -127,6 +160,22 @@ def with_assigned_ends() -> nn.Module:
 
 def _mixed(forward: Callable[[Tensor], Tensor], before: bool, x: Tensor) -> Tensor:
     return forward(x + x.cumsum(1) / 8) if before else forward(x) + forward(x).cumsum(1) / 8
+
+
+def centered(x: Tensor) -> Tensor:
+    return functional.silu(x - x.mean(1, keepdim=True))
+
+
+def sharpened(factor: float, x: Tensor) -> Tensor:
+    return functional.silu(factor * x)
+
+
+def with_function(function: Callable[[Tensor], Tensor] = centered) -> nn.Module:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = function
+    return model
 
 
 class AnyArguments(LlamaDecoderLayer):
@@ -175,7 +224,7 @@ def with_code_of_its_own() -> nn.Module:
 
 CHANGED: list[Callable[[], nn.Module]] = [
     *(with_other_feed_forwards, with_assigned_code, with_assigned_ends, with_any_arguments, with_another_norm),
-    *(with_another_layer, with_code_of_its_own, with_another_head),
+    *(with_function, with_another_layer, with_code_of_its_own, with_another_head),
 ]
 
 
@@ -189,7 +238,7 @@ def errors(sizes: dict[str, int], config: FSDP2Config, makers: list[Callable[[],
 @pytest.mark.parametrize(
     ("sizes", "config", "makers"),
     [
-        ({"cp": 2}, FSDP2Config(), CHANGED),
+        ({"cp": 2}, FSDP2Config(), [*CHANGED, with_attention_that_shifts]),
         ({"tp": 2}, FSDP2Config(sequence_parallel=True), CHANGED[:-1]),  # a plan splits no head that is a user's
     ],
     ids=["cp", "tp-sp"],
@@ -206,7 +255,7 @@ def errors_of_losses(classes: list[type]) -> dict[str, Any]:
 
 
 def test_hidden_states_that_meet_in_front_of_the_head(pool2: Pool) -> None:
-    classes = [Centering, Naming, Measuring, Skipping]
+    classes = [Centering, Naming, Measuring, Skipping, Feeding]
     for found in pool2.run(errors_of_losses, classes):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
 
@@ -243,6 +292,12 @@ def test_which_modules_of_torch_work_on_features() -> None:
     mixing = [nn.ZeroPad2d(1), nn.Softmax(dim=1), nn.LayerNorm((8, 4)), nn.GroupNorm(1, 8), nn.GLU(1), nn.PReLU(8)]
     assert all(map(keeps_tokens_apart, alone))
     assert not any(map(keeps_tokens_apart, [*mixing, nn.AvgPool2d(3), nn.ConvTranspose1d(8, 8, 1)]))
+
+
+def test_functions_among_attributes_are_read() -> None:
+    functions: list[Any] = [functional.silu, partial(sharpened, 2.0), centered, lambda x: x.sigmoid()]
+    feed_forwards = [with_function(function).model.layers[0].mlp for function in functions]  # type: ignore[union-attr]
+    assert list(map(keeps_tokens_apart, feed_forwards)) == [True, True, False, False]
 
 
 def test_a_plain_model_hands_rows_to_its_head() -> None:

@@ -20,9 +20,10 @@ from lightning_automodel._compat.transformers.attention import flash_backward, f
 from lightning_automodel.distributed.sequence_rows import Rows, join_rows, sum_rows
 
 
-def can_merge(query: Tensor, dropout: float) -> bool:
-    """Tells whether there is a kernel for ``query`` that gives the log-sum-exp."""
-    return has_flash(query) and not dropout and not torch.compiler.is_compiling()
+def can_merge(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Tells whether there is a kernel that gives the log-sum-exp: for values that are no wider than queries."""
+    fits = value.shape[-1] <= query.shape[-1]
+    return fits and has_flash(query) and not dropout and not torch.compiler.is_compiling()
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float | None) -> Tensor:

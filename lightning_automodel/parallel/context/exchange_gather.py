@@ -28,7 +28,7 @@ def attend_to_gathered(call: AttentionCall, query: Tensor, key: Tensor, value: T
         key: [batch, kv heads, rows, dim].
         value: [batch, kv heads, rows, dim of values].
     """
-    if call.causal and can_merge(query, call.dropout):
+    if call.causal and can_merge(query, value, call.dropout):
         return attend_causally(query, key, value, call.rows, call.kwargs.get("scaling")).transpose(1, 2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def install_on_models(model: nn.Module, call: Pass, streams: list[StreamOnRows],
         inner = model.get_submodule(name)
         inside = {other: hands_on for other, hands_on in layout.models.items() if _is_inside(other, name, layout)}
         to_head = name not in layout.holders and not heads.keys().isdisjoint(inside)
-        around = ModelOnRows(call, streams, to_head and all(inside.values()))
+        around = ModelOnRows(call, streams, to_head and all(inside.values()), name in layout.holders)
         around.begin_with(inner)
         if name in layout.holders:
             own = [stream for stream in streams if stream.entry.holder == name]
@@ -76,10 +76,11 @@ class ModelOnRows(SharedByCopies):
         call: that they begin and end.
         streams: of all lists of blocks.
         leaves_rows: there is a head, and every model on the way to it from the blocks hands rows on as they are.
+        is_holder: the model runs blocks itself.
     """
 
-    def __init__(self, call: Pass, streams: list[StreamOnRows], leaves_rows: bool) -> None:
-        self.call, self.streams, self.leaves_rows = call, streams, leaves_rows
+    def __init__(self, call: Pass, streams: list[StreamOnRows], leaves_rows: bool, is_holder: bool) -> None:
+        self.call, self.streams, self.leaves_rows, self.is_holder = call, streams, leaves_rows, is_holder
         self.arguments: list[str] = []
 
     def begin_with(self, model: nn.Module) -> None:
@@ -94,14 +95,16 @@ class ModelOnRows(SharedByCopies):
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Find out what a call may cut, and whether it computes its loss; what comes from outside has whole gradients.
 
-        Another model may have computed it, or this one in an earlier call, and gave it away as a whole.
+        Another model may have computed it, or this one in an earlier call, and gave it away as a whole; or within this
+        call blocks ran before, as where a model runs the one inside of it twice.
         """
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         self.call.depth += 1
         if self.call.depth == 1:
             self._begin(model, given)
         self.call.has_labels |= given.get("labels") is not None and computes_loss(model)
-        if self.call.depth > 1 or not any(map(_is_differentiable, given.values())):
+        is_outside = self.call.depth == 1 or (self.is_holder and self.call.gave_whole)
+        if not is_outside or not any(map(_is_differentiable, given.values())):
             return None
         return tuple(map(self._from_outside, args)), {name: self._from_outside(x) for name, x in kwargs.items()}
 
@@ -112,7 +115,7 @@ class ModelOnRows(SharedByCopies):
         call = self.call
         for stream in self.streams:
             stream.end()
-        call.rows, call.has_labels = None, False
+        call.rows, call.has_labels, call.gave_whole = None, False, False
         call.allowed = not any(_is_given(given.get(name)) for name in _WHOLE)
         if getattr(getattr(model, "config", None), "output_attentions", False):
             call.allowed = False
@@ -217,6 +220,7 @@ class HolderOnRows(SharedByCopies):
     def leave(self, holder: nn.Module, args: tuple, output: Any) -> Any:
         """Hand hidden states on as rows if they go to the head; gather them otherwise, and all else that is rows."""
         rows = self.call.rows
+        self.call.gave_whole |= rows is not None
         self.call.stop_building()
         for stream in self.streams:
             stream.end()

@@ -43,6 +43,7 @@ class Pass:
         allowed: the stream may be cut: nobody asked for caches or for scores.
         leaves_rows: hidden states may leave the model that runs the blocks as rows.
         has_labels: the loss is computed inside.
+        gave_whole: rows were gathered for what follows, which may run blocks once more.
         shape: batch and tokens of what the model around the blocks reads.
         rows: of the last list of blocks that ran; ``None``: it ran on the whole sequence.
         batch: rows of the batch.
@@ -57,6 +58,7 @@ class Pass:
     allowed: bool = False
     leaves_rows: bool = False
     has_labels: bool = False
+    gave_whole: bool = False
     shape: tuple[int, ...] = ()
     rows: Rows | None = None
     batch: int = 0
@@ -140,9 +142,14 @@ class StreamOnRows:
         """Find the dimension of ``count`` tokens in [batch, count, ...] or [n, batch, count, features]."""
         if not isinstance(value, Tensor) or value.ndim < 3 or not (value.is_floating_point() or value.is_complex()):
             return None
-        if value.shape[:2] == (self.batch, count):
+        if value.shape[:2] == (self.batch, count) and not self._is_of_heads(value):
             return 1
         return 2 if value.ndim == 4 and value.shape[1:3] == (self.batch, count) else None
+
+    def _is_of_heads(self, value: Tensor) -> bool:
+        """Tell whether ``value`` is scores [batch, heads, queries, seq] of as many heads as some rank has rows."""
+        queries = self._rows.count, self._rows.length
+        return value.ndim == 4 and value.shape[2] in queries and value.shape[3] == self._rows.length
 
     def begin(self, value: Tensor) -> None:
         """Decide how the whole ``value``, which enters a block, is cut."""
@@ -166,7 +173,9 @@ class StreamOnRows:
 
     def whole_mask(self, value: Any) -> Any:
         """Join a mask that was built by rows; other values stay."""
-        return value if self.row_masks is None else self.row_masks.whole(value)
+        # Where a call leaves out its first block, the stream has not begun.
+        masks = self.row_masks or self.call.row_masks
+        return value if masks is None else masks.whole(value)
 
     def prepare_mask(self, mask: Any) -> None:
         """Find what queries of this rank need of ``mask``, outside of what a recomputation runs again.

@@ -119,6 +119,32 @@ def test_what_is_drawn_behind_blocks_without_draws_is_what_one_process_draws(poo
     assert max(pool2.run(error_of_draws_behind_blocks)) < 5e-5
 
 
+def errors_of_skipped_blocks() -> list[float]:
+    """Runs on each rank: of gradients, where blocks are left out at random, the first one and the last one too."""
+    reference = tiny_model("opt", "sdpa", num_hidden_layers=3, layerdrop=0.5).train()
+    model = parallelize(copy.deepcopy(reference), build_mesh(resolve_sizes(2, cp=2), "cpu")).train()
+    (ids,) = draw(13)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    errors = []
+    for seed in range(8):
+        gradients = []
+        for one in (reference, model):
+            one.zero_grad()
+            draw_from(one, RandomNumbers(seed=seed))
+            one(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+            gradients.append({name: whole(p.grad) for name, p in one.named_parameters() if p.grad is not None})
+        noise = 1e-6 * max(g.norm() for g in gradients[0].values())
+        errors += [
+            float((gradients[1][name] - g).norm() / g.norm()) for name, g in gradients[0].items() if g.norm() > noise
+        ]
+    return errors
+
+
+def test_blocks_that_are_left_out(pool2: Pool) -> None:
+    assert max(max(errors) for errors in pool2.run(errors_of_skipped_blocks, timeout=60)) < 5e-5
+
+
 def jittered(recomputed: bool) -> dict[str, Tensor]:
     """Runs on each rank: gradients of blocks whose forward pass writes into what it is given, and is watched for it."""
     reference = tiny_model("mixtral", "sdpa", router_jitter_noise=0.1, attention_dropout=0.2)

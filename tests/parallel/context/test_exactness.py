@@ -78,6 +78,12 @@ def test_loss_and_gradients_equal_one_process(
         assert {case: error for case, error in result.items() if error[0] > BOUND} == {}
 
 
+def test_as_many_heads_as_one_rank_has_rows(pool2: Pool) -> None:
+    """Blocks that give scores beside the stream: the other rank has a row more."""
+    for result in pool2.run(errors, [Case("gptj", lengths=(9, 7))], {"cp": 2}, 2, timeout=60):
+        assert {case: error for case, error in result.items() if error[0] > BOUND} == {}
+
+
 def errors_without_flash(cases: list[Case]) -> dict[str, tuple[float, str]]:
     """Runs on each rank, as on CUDA: torch's attention for each chunk, with the bias that stands for a causal mask."""
     causal.has_flash = lambda query: False
@@ -137,6 +143,14 @@ EXCHANGED = {
     },
     "qwen2_5_vl": Run(sizes={"cp": 2}, schedule=TWO, config=FSDP2Config(cp_exchange="all_to_all", cp_balance=False)),
 }
+WIDE_VALUES = {
+    "deepseek_v3": Run(
+        sizes={"cp": 2},
+        schedule=TWO,
+        changes={"attention": "sdpa", "v_head_dim": 48},
+        config=FSDP2Config(cp_exchange="gather"),
+    )
+}
 EXCHANGED4 = {
     "llama": Run(sizes={"cp": 4}, schedule=TWO, config=FSDP2Config(cp_exchange="all_to_all"), ragged=True),
     "qwen3_moe": Run(
@@ -170,6 +184,11 @@ def test_three_clipped_steps_with_levers(pool2: Pool, pool4: Pool) -> None:
 @pytest.mark.slow
 def test_heads_are_exchanged(pool2: Pool) -> None:
     for result in pool2.run(run_errors, EXCHANGED):
+        assert {family: error for family, error in result.items() if error[0] > BOUND} == {}
+
+
+def test_values_that_are_wider_than_keys(pool2: Pool) -> None:
+    for result in pool2.run(run_errors, WIDE_VALUES):
         assert {family: error for family, error in result.items() if error[0] > BOUND} == {}
 
 
