@@ -54,6 +54,12 @@ _UNKNOWN_GRADIENTS = (
     "an optimizer step (ModelCheckpoint(every_n_train_steps=...) does), or use FSDP2TPStrategy or DDPStrategy"
 )
 
+_OF_OTHERS = (
+    "a backward pass has left gradients for an optimizer that has taken no step behind it, while another one has: a "
+    "checkpoint of MegatronFSDPStrategy lacks them. If they are zeroed before that optimizer's next backward pass, "
+    "as where two take turns, a run that goes on is exact; else save behind its steps, or use FSDP2TPStrategy"
+)
+
 
 class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     """Trains any Hugging Face model tensor-parallel and sharded by Megatron-FSDP, with the numbers of one device.
@@ -232,6 +238,8 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         self.precision_plugin.clip_norm = self._sharded.norms.clip
         self.precision_plugin.around_backward = self._passes.backward
         self.precision_plugin.around_hooks = partial(norms_by, self._sharded.norms.norm_of)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(lambda *_: setattr(self._passes, "is_used", True))
 
     @override
     def model_to_device(self) -> None:
@@ -253,8 +261,19 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         """Does nothing: gradients are parts of one buffer, and do not tell which of them have changed."""
 
     @override
+    def is_within_step(self) -> bool:
+        if self._module.automatic_optimization:
+            return super().is_within_step()
+        optimized = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        is_left = bool(self._unstepped) or any(p.grad is not None for p in optimized)
+        waits: bool = self.reduce_boolean_decision(is_left and not self._passes.is_used, all=False)
+        if self._unstepped and not waits:
+            warn_once(_OF_OTHERS)
+        return waits
+
+    @override
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED and not self._preemption.is_acting:
             raise RuntimeError(f"a checkpoint between the micro-batches of an optimizer step {_UNKNOWN_GRADIENTS}")
         warn_once(
             "the checkpoint of this interruption lacks the gradients of an optimizer step that is not complete: its "

@@ -52,11 +52,13 @@ class Passes:
     Attributes:
         is_accumulating: backward passes are of micro-batches that are not the last of their step.
         is_read: forward passes are called to be read (in a hook, for a metric): no backward pass follows.
+        is_used: an optimizer has taken a step behind the last backward pass.
     """
 
     def __init__(self, sharded: ShardedModules, modules: Sequence[nn.Module]) -> None:
         self.sharded = sharded
         self.is_accumulating = self.is_read = False
+        self.is_used = True
         self._depth = 0
         self._is_backward = self._is_called = self._has_failed = False
         named = ((_of_library(n), p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
@@ -179,7 +181,7 @@ class Passes:
         self._is_backward = True
 
     def _end(self) -> None:
-        self._is_backward = self._is_called = False
+        self._is_backward = self._is_called = self.is_used = False
         self.sharded.end_backward()
 
 
