@@ -54,12 +54,6 @@ _UNKNOWN_GRADIENTS = (
     "an optimizer step (ModelCheckpoint(every_n_train_steps=...) does), or use FSDP2TPStrategy or DDPStrategy"
 )
 
-_OF_OTHERS = (
-    "a backward pass has left gradients for an optimizer that has taken no step behind it, while another one has: a "
-    "checkpoint of MegatronFSDPStrategy lacks them. If they are zeroed before that optimizer's next backward pass, "
-    "as where two take turns, a run that goes on is exact; else save behind its steps, or use FSDP2TPStrategy"
-)
-
 
 class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
     """Trains any Hugging Face model tensor-parallel and sharded by Megatron-FSDP, with the numbers of one device.
@@ -268,7 +262,7 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         is_left = bool(self._unstepped) or any(p.grad is not None for p in optimized)
         waits: bool = self.reduce_boolean_decision(is_left and not self._passes.is_used, all=False)
         if self._unstepped and not waits:
-            warn_once(_OF_OTHERS)
+            self._passes.warn_of_others()
         return waits
 
     @override

@@ -24,6 +24,7 @@ from lightning_automodel._compat.torch.tensors import (
     is_in_backward,
     let_last_hook_run_first,
 )
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.guards.written_copies import WrittenCopies
 from lightning_automodel.parallel.guards.written_weights import refuse_written_weights
@@ -39,6 +40,11 @@ _ITSELF = (
     "a loss reads a parameter itself, outside of the forward pass of its model, and Megatron-FSDP would lose its "
     "gradient; let the model's own forward pass compute such a penalty (by a subclass of its class), use weight_decay "
     "of the optimizer, or add its gradient to parameter.grad in on_before_optimizer_step"
+)
+_OF_OTHERS = (
+    "a backward pass has left gradients for an optimizer that has taken no step behind it, while another one has: a "
+    "checkpoint of MegatronFSDPStrategy lacks them. If they are zeroed before that optimizer's next backward pass, "
+    "as where two take turns, a run that goes on is exact; else save behind its steps, or use FSDP2TPStrategy"
 )
 
 
@@ -87,6 +93,10 @@ class Passes:
             self._is_backward, self._has_failed = False, True
             raise
         self._end()
+
+    def warn_of_others(self) -> None:
+        """Warn that a checkpoint lacks gradients of an optimizer, while another one has taken a step."""
+        warn_once(_OF_OTHERS)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._depth += 1
