@@ -232,6 +232,8 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         self.precision_plugin.clip_norm = self._sharded.norms.clip
         self.precision_plugin.around_backward = self._passes.backward
         self.precision_plugin.around_hooks = partial(norms_by, self._sharded.norms.norm_of)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(lambda *_: setattr(self._passes, "is_used", True))
 
     @override
     def model_to_device(self) -> None:
@@ -253,8 +255,19 @@ class MegatronFSDPStrategy(SharedHooks, ModelParallelStrategy):
         """Does nothing: gradients are parts of one buffer, and do not tell which of them have changed."""
 
     @override
+    def is_within_step(self) -> bool:
+        if self._module.automatic_optimization:
+            return super().is_within_step()
+        optimized = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        is_left = bool(self._unstepped) or any(p.grad is not None for p in optimized)
+        waits: bool = self.reduce_boolean_decision(is_left and not self._passes.is_used, all=False)
+        if self._unstepped and not waits:
+            self._passes.warn_of_others()
+        return waits
+
+    @override
     def accumulated_gradients(self) -> dict[str, Tensor]:
-        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED and not self._preemption.is_acting:
             raise RuntimeError(f"a checkpoint between the micro-batches of an optimizer step {_UNKNOWN_GRADIENTS}")
         warn_once(
             "the checkpoint of this interruption lacks the gradients of an optimizer step that is not complete: its "

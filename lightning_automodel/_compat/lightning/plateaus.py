@@ -1,10 +1,15 @@
-"""Private names of Lightning: the numbers that a ``ReduceLROnPlateau`` monitors, which its checkpoints do not hold."""
+"""Private names of Lightning: the numbers that callbacks and a ``ReduceLROnPlateau`` monitor, which its checkpoints do
+not hold.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+from lightning_automodel._compat.lightning.end_of_batch import is_behind_batch
 
 
 def plateaus(trainer: Trainer) -> list[LRSchedulerConfig]:
@@ -30,7 +35,17 @@ def numbers_of_ended_epoch(trainer: Trainer) -> dict[str, Any]:
         return {}
     if epoch.processed == epoch.ready:
         return dict(trainer.callback_metrics)
-    return dict(trainer._logger_connector.metrics["callback"]) if trainer.validating else {}
+    found = trainer._logger_connector.metrics["callback"] if trainer.validating else {}
+    return {**numbers_of_trained_epoch(trainer), **found} if found else {}
+
+
+def numbers_of_trained_epoch(trainer: Trainer) -> dict[str, Any]:
+    """Return what training has logged for an epoch, behind its last batch and in the validation there; else nothing."""
+    loop = trainer.fit_loop.epoch_loop
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    is_through = trainer.validating or is_behind_batch(trainer)
+    is_last = is_through and loop.batch_progress.is_last_batch and epoch.processed < epoch.ready
+    return dict(loop._results.metrics(on_step=False)["callback"]) if is_last else {}
 
 
 def ends_epoch_again(trainer: Trainer) -> bool:
@@ -42,7 +57,14 @@ def ends_epoch_again(trainer: Trainer) -> bool:
 
 def set_numbers(trainer: Trainer, numbers: Mapping[str, Any]) -> None:
     """Let callbacks and schedules monitor ``numbers`` until others are logged."""
-    trainer._logger_connector._callback_metrics.update(numbers)
+    tensors = {name: torch.tensor(value, dtype=_dtype_of(value)) for name, value in numbers.items()}
+    trainer._logger_connector._callback_metrics.update(tensors)
+
+
+def _dtype_of(value: float) -> torch.dtype:
+    """Return what holds ``value``: most are logged in float32."""
+    single = torch.tensor(value, dtype=torch.float32).item()
+    return torch.float32 if single == value or value != value else torch.float64
 
 
 def step_plateaus(trainer: Trainer) -> None:

@@ -100,11 +100,7 @@ def end_epoch(trainer: Trainer) -> None:
         # The own setter of the loop takes every run that counts steps for one within an epoch.
         _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
     elif progress.is_last_batch:
-        _at_reset(
-            trainer,
-            before=lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready),
-            after=lambda: _begin_counts_without_length(trainer),
-        )
+        _at_reset(trainer, before=lambda: _count_on(trainer, trainer.num_training_batches - progress.current.ready))
 
 
 def _begin_counts(trainer: Trainer) -> None:
@@ -113,12 +109,6 @@ def _begin_counts(trainer: Trainer) -> None:
     for counts in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
         counts.reset_on_run()
     loop.val_loop.batch_progress.total.reset()
-
-
-def _begin_counts_without_length(trainer: Trainer) -> None:
-    """Let them begin behind an epoch whose length nobody knows: Lightning finds that it is through by the length."""
-    if trainer.num_training_batches == float("inf") and trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
-        _begin_counts(trainer)
 
 
 def _count_on(trainer: Trainer, batches: float) -> None:

@@ -24,6 +24,7 @@ from lightning_automodel._compat.torch.tensors import (
     is_in_backward,
     let_last_hook_run_first,
 )
+from lightning_automodel.distributed.logs import warn_once
 from lightning_automodel.distributed.second_order import refuse_second_order
 from lightning_automodel.parallel.guards.written_copies import WrittenCopies
 from lightning_automodel.parallel.guards.written_weights import refuse_written_weights
@@ -40,6 +41,11 @@ _ITSELF = (
     "gradient; let the model's own forward pass compute such a penalty (by a subclass of its class), use weight_decay "
     "of the optimizer, or add its gradient to parameter.grad in on_before_optimizer_step"
 )
+_OF_OTHERS = (
+    "a backward pass has left gradients for an optimizer that has taken no step behind it, while another one has: a "
+    "checkpoint of MegatronFSDPStrategy lacks them. If they are zeroed before that optimizer's next backward pass, "
+    "as where two take turns, a run that goes on is exact; else save behind its steps, or use FSDP2TPStrategy"
+)
 
 
 class Passes:
@@ -52,11 +58,13 @@ class Passes:
     Attributes:
         is_accumulating: backward passes are of micro-batches that are not the last of their step.
         is_read: forward passes are called to be read (in a hook, for a metric): no backward pass follows.
+        is_used: an optimizer has taken a step behind the last backward pass.
     """
 
     def __init__(self, sharded: ShardedModules, modules: Sequence[nn.Module]) -> None:
         self.sharded = sharded
         self.is_accumulating = self.is_read = False
+        self.is_used = True
         self._depth = 0
         self._is_backward = self._is_called = self._has_failed = False
         named = ((_of_library(n), p) for n, p in sharded.wrapper.raw_param.items() if p.requires_grad)
@@ -85,6 +93,10 @@ class Passes:
             self._is_backward, self._has_failed = False, True
             raise
         self._end()
+
+    def warn_of_others(self) -> None:
+        """Warn that a checkpoint lacks gradients of an optimizer, while another one has taken a step."""
+        warn_once(_OF_OTHERS)
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._depth += 1
@@ -179,7 +191,7 @@ class Passes:
         self._is_backward = True
 
     def _end(self) -> None:
-        self._is_backward = self._is_called = False
+        self._is_backward = self._is_called = self.is_used = False
         self.sharded.end_backward()
 
 

@@ -148,7 +148,7 @@ class SavingStrategy(OnMesh):
         if is_done_anew and "loops" in checkpoint:
             warn_of_loaders_ahead(training_loader(self._trainer))
             checkpoint["loops"] = loops_before_step(self._trainer, checkpoint["loops"])
-        elif "optimizer_states" in checkpoint and self._is_within_step():
+        elif "optimizer_states" in checkpoint and self.is_within_step():
             checkpoint[GRADIENTS] = self.accumulated_gradients()
         if not self._save_distributed_checkpoint:
             checkpoints.save_file(checkpoint, path, self.data_group, self.checkpoint_io, storage_options)
@@ -173,7 +173,8 @@ class SavingStrategy(OnMesh):
         evaluates = trainer.validating and trainer.state.fn == TrainerFn.FITTING
         return self._what_trains.entry(is_done_anew=self.does_step_anew(), evaluates=evaluates)
 
-    def _is_within_step(self) -> bool:
+    def is_within_step(self) -> bool:
+        """Tells whether gradients wait for a step, between its micro-batches. Collective with manual optimization."""
         if self._module.automatic_optimization:
             return is_accumulating(self._trainer)
         return self.reduce_boolean_decision(bool(self._unstepped), all=False)

@@ -30,6 +30,7 @@ from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
+from lightning_automodel._compat.lightning.end_of_batch import end_batch_first
 from lightning_automodel._compat.lightning.progress import (
     begin_batch_anew,
     cycles,
@@ -112,6 +113,7 @@ class SeenSamples:
             size: number of data ranks.
         """
         before = [found and Batches(**found) for found in self._saved.get("loaders", [])]
+        end_batch_first(trainer)
         begin_batch_anew(trainer)
         go_on_in_epoch(trainer)
         position = position_in_epoch(trainer)

@@ -2,6 +2,7 @@
 before a pass are added.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_automodel.testing.pool import Pool
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
-from tests.support.training import Recorder, batches, make_trainer, tiny_llama
+from tests.support.training import Descending, Recorder, SaveAfter, batches, make_trainer, tiny_llama
 
 NAMES = [name for name in LAYOUTS if name.startswith("megatron") and LAYOUTS[name].ranks == 2]
 
@@ -217,3 +218,54 @@ def test_norms_of_weights_have_their_gradients(layout: str, pool2: Pool) -> None
     """They were halved where two ranks hold a weight."""
     found = pool2.run(penalized, layout, AtStep, trainer=True)[0]
     torch.testing.assert_close(found, penalized(None, AtStep), rtol=1e-4, atol=1e-6)
+
+
+class EverySecond(Descending):
+    """Takes a step of two batches by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.loss(batch).backward()
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class InTurns(Recorder):
+    """Takes a step of each of two optimizers, behind a backward pass of its own."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        embedding = self.model.model.embed_tokens.weight
+        others = [p for p in self.parameters() if p is not embedding]
+        return torch.optim.SGD([embedding], lr=0.1), torch.optim.SGD(others, lr=0.1)
+
+
+def save_by_hand(directory: Path) -> str:
+    """Runs on each rank."""
+
+    def fit(module: Recorder, behind: int) -> None:
+        saver = SaveAfter(directory / f"{behind}.ckpt", behind)
+        make_trainer(LAYOUTS["megatron2-dp2"].make(), max_epochs=1, callbacks=[saver]).fit(module, batches(2))
+
+    fit(EverySecond(), 2)
+    fit(InTurns(), 3)
+    with pytest.raises(RuntimeError) as caught:
+        fit(EverySecond(), 1)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_gradients_that_wait_by_hand_are_not_left_out(pool2: Pool, tmp_path: Path) -> None:
+    """Those of a plain ``loss.backward()`` were; and two optimizers that take turns could not be saved."""
+    for message in pool2.run(save_by_hand, tmp_path, trainer=True):
+        assert "between the micro-batches of an optimizer step" in message
