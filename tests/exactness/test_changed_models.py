@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
@@ -258,6 +259,25 @@ def test_hidden_states_that_meet_in_front_of_the_head(pool2: Pool) -> None:
     classes = [Centering, Naming, Measuring, Skipping, Feeding]
     for found in pool2.run(errors_of_losses, classes):
         assert {name: error for name, error in found.items() if error[0] > BOUND} == {}
+
+
+def by_places(module: nn.Module, *args: Any, **others: Any) -> tuple[Tensor, None]:
+    """Attend, and weigh what each query gets by its place in what is given."""
+    output, _ = sdpa_attention_forward(module, *args, **others)
+    return output * torch.linspace(1, 2, output.shape[1])[:, None, None], None
+
+
+def error_of_a_registered_function() -> float:
+    """Runs on each rank."""
+    AttentionInterface.register("sdpa", by_places)
+    try:
+        return compare(partial(tiny_model, "llama", "sdpa"), {"cp": 2}, 2, Schedule(steps=1)).largest[0]
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+def test_a_function_that_takes_the_name_of_another_sees_the_whole_sequence(pool2: Pool) -> None:
+    assert max(pool2.run(error_of_a_registered_function)) < BOUND
 
 
 def with_code_that_gives(change: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:

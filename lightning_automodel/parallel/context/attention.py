@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS, route_attention
+from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS, is_own_function, route_attention
 from lightning_automodel._compat.transformers.models import attention_of
 from lightning_automodel.distributed.sequence_rows import Rows
 from lightning_automodel.modules.forward import recomputation_context
@@ -21,8 +21,12 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def exchanges(module: nn.Module) -> bool:
-    """Tells whether the attention function that ``module`` uses now takes masks that can be cut into rows."""
-    return implementation(module) in MASKS_ARE_TENSORS
+    """Tells whether the attention function that ``module`` uses now takes masks that can be cut into rows.
+
+    A function that somebody registered under the name of one of transformers' may count places.
+    """
+    name = implementation(module)
+    return name in MASKS_ARE_TENSORS and is_own_function(name)
 
 
 def implementation(module: nn.Module) -> str | None:
