@@ -80,6 +80,7 @@ WHOLE_BETWEEN_BLOCKS = {
 """Classes that compute with the stream between their blocks: sequence parallelism gathers it after each block."""
 
 WHOLE = {
+    "AutoformerAttention",  # finds its delays by a mean over all heads
     "BigBirdAttention",  # takes another module for short sequences, which counts all heads
     "SpeechT5Attention",  # is handed features of positions, which all heads read, as its position_bias
     "PegasusXGlobalLocalAttention",  # computes with a width that it finds in a record of its sizes

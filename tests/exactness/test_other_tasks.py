@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import (
     ASTConfig,
     ASTForAudioClassification,
+    AutoformerConfig,
+    AutoformerForPrediction,
     BeitConfig,
     BeitForImageClassification,
     CLIPSegConfig,
@@ -97,6 +99,24 @@ SWIN |= {**DRY, "depths": [1, 1], "num_heads": [2, 4], "out_features": ["stage1"
 UPERNET = UperNetConfig(
     backbone_config=SwinConfig(**SWIN), hidden_size=24, pool_scales=[1, 2], use_auxiliary_head=False
 )
+LAYERS: dict[str, Any] = {
+    f"{part}_{kind}": value
+    for part in ("encoder", "decoder")
+    for kind, value in {"layers": 2, "attention_heads": 4, "ffn_dim": 32, "layerdrop": 0.0}.items()
+}
+AUTOFORMER = AutoformerConfig(
+    prediction_length=4,
+    context_length=8,
+    lags_sequence=[1, 2],
+    num_time_features=2,
+    d_model=16,
+    moving_average=3,
+    label_length=4,
+    dropout=0.0,
+    attention_dropout=0.0,
+    activation_dropout=0.0,
+    **LAYERS,
+)
 SPLIT = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 PLAN = {
     **{f"decoder.layers.*.self_attn.{name}": style for name, style in SPLIT.items()},
@@ -140,6 +160,13 @@ def _batch(kind: type[nn.Module], rows: int, generator: torch.Generator) -> Batc
             "pixel_values": pixels,
             "labels": (pixels[:, 0] > 0).float(),
         },
+        AutoformerForPrediction: {
+            "past_values": torch.randn(rows, 10, generator=generator),
+            "past_time_features": torch.randn(rows, 10, 2, generator=generator),
+            "past_observed_mask": torch.ones(rows, 10),
+            "future_values": torch.randn(rows, 4, generator=generator),
+            "future_time_features": torch.randn(rows, 4, 2, generator=generator),
+        },
         UperNetForSemanticSegmentation: {"pixel_values": pixels, "labels": ids(rows, side, side) % 2},
     }
     return read[kind]
@@ -176,4 +203,10 @@ def test_biases_of_heads_that_images_have(name: str, pool2: Pool) -> None:
 def test_blocks_of_a_backbone_have_its_width(pool2: Pool) -> None:
     """A block of Swin adds its own stream, which is of another width than the model around it names."""
     for largest, parameter in pool2.run(error, UperNetForSemanticSegmentation, {"tp": 2}, FSDP2Config(), UPERNET):
+        assert largest <= BOUND, parameter
+
+
+def test_attention_that_looks_at_all_heads_at_once_stays_whole(pool2: Pool) -> None:
+    """Auto-correlation finds its delays by a mean over heads."""
+    for largest, parameter in pool2.run(error, AutoformerForPrediction, {"tp": 2}, FSDP2Config(), AUTOFORMER):
         assert largest <= BOUND, parameter
