@@ -5,11 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import LlamaForCausalLM
 
+from lightning_automodel.config import FSDP2Config
+from lightning_automodel.mesh import build_mesh, resolve_sizes
+from lightning_automodel.parallelizer import parallelize
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
+from tests.support.families import tiny_model
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import with_long
 from tests.support.subjects import gather_part
@@ -115,3 +122,19 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(pool2: Pool, t
     assert "Not a directory" in first
     assert "save_pretrained failed on another rank" in second
     assert "Not a directory" in second
+
+
+def whole_state(sizes: dict[str, int]) -> None:
+    """Runs on each rank: rank 0 gets what one process has, of heads that tp does not divide, too."""
+    model: nn.Module = tiny_model("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize(model, build_mesh(resolve_sizes(2, **sizes), "cpu"), FSDP2Config())
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert {type(value) for value in found.values()} == {Tensor}
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_a_whole_state_dict(sizes: dict[str, int], pool2: Pool) -> None:
+    pool2.run(whole_state, sizes)
