@@ -1,6 +1,7 @@
 """Gives a sharded model the initial weights of one device: drawn whole, equal on all ranks, and sliced."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,8 +101,7 @@ def set_what_is_left(model: nn.Module, unset: Set[Tensor]) -> None:
     if not left:
         return
     if isinstance(model, PreTrainedModel):
-        is_drawn = any(isinstance(tensor, nn.Parameter) for tensor in left.values())
-        again = _construct_again(model) if is_drawn else _construct_tables(model)
+        again = _construct_again(model, draws=any(isinstance(tensor, nn.Parameter) for tensor in left.values()))
         constructed = {**dict(again.named_parameters()), **dict(again.named_buffers())}
         for name, tensor in left.items():
             tensor.data.copy_(constructed[name])
@@ -130,21 +130,23 @@ def unread_tables(model: PreTrainedModel) -> list[Tensor]:
     return [not_a_number(buffer) for buffer in found]
 
 
-def _construct_tables(model: PreTrainedModel) -> nn.Module:
-    """Builds a second model for its buffers; nobody writes into the memory of its weights, which so takes none."""
+def _construct_again(model: PreTrainedModel, draws: bool) -> nn.Module:
+    """Builds a second model, whole on the CPU.
+
+    With ``draws`` memory that its constructor leaves unwritten is not a number there. Without, only buffers count:
+    nobody writes into the memory of its weights, which so takes none.
+    """
     built: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    with torch.random.fork_rng(), torch.device("cpu"), no_init_weights():
+    with torch.random.fork_rng(), torch.device("cpu"), _filled_memory() if draws else no_init_weights():
         return built(model.config)
 
 
-def _construct_again(model: PreTrainedModel) -> nn.Module:
-    """Builds a second model, whole on the CPU; memory that its constructor leaves unwritten is not a number there."""
-    built: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+@contextmanager
+def _filled_memory() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is on by default
     try:
-        with torch.random.fork_rng(), torch.device("cpu"):
-            return built(model.config)
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 

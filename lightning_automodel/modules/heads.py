@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_automodel.modules.forward import arguments_of
 from lightning_automodel.modules.reachable_code import names_in_code
-from lightning_automodel.modules.structure import class_names
 
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_n_heads")
 HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", *KEY_VALUE_HEADS)
@@ -17,9 +15,6 @@ _SIZES_OF_HEADS = ("head_dim", "head_size")
 
 BIASES_OF_HEADS = {"alibi", "position_bias", "relative_position_bias", "rel_pos", "rel_2d_pos"}
 """Arguments of attention modules that hold numbers of all heads, in the last dimension but two."""
-
-_READ_BIASES_IN_MASKS = {"BeitAttention"}
-"""Attention modules to whose mask their block adds such numbers."""
 
 
 def counts_of(module: nn.Module) -> dict[str, int]:
@@ -43,9 +38,3 @@ def heads_of(counts: Mapping[str, int]) -> int | None:
 def computes_heads(module: nn.Module) -> bool:
     """Tell by its attributes whether a module counts heads, or knows the size of one."""
     return bool(counts_of(module)) or any(isinstance(getattr(module, size, None), int) for size in _SIZES_OF_HEADS)
-
-
-def is_handed_biases(module: nn.Module) -> bool:
-    """Tell whether an attention module is handed numbers of all heads that are made elsewhere."""
-    own = not BIASES_OF_HEADS.isdisjoint(arguments_of(module))
-    return own or not _READ_BIASES_IN_MASKS.isdisjoint(class_names(module))

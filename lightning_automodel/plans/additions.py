@@ -87,6 +87,9 @@ WHOLE = {
 }
 """Classes that no plan by names splits."""
 
+READS_BIASES_IN_MASKS = {"BeitAttention"}
+"""Attention modules to whose mask their block adds numbers of all heads; others are handed these by a name."""
+
 MIXES_TOKENS = {"DogeAttention"}
 """Attention modules in which tokens meet beside transformers' registry of attention functions (a mask that is made of
 values): context parallelism gives them the whole sequence."""

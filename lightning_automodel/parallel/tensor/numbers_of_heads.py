@@ -16,11 +16,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_automodel.distributed.collectives import split
-from lightning_automodel.modules.forward import code_of, named_arguments, wrap_forward
-from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_of, is_handed_biases
-from lightning_automodel.modules.structure import configs_of_layers, find_blocks, names_around, outermost, text_config
+from lightning_automodel.modules.forward import arguments_of, code_of, named_arguments, wrap_forward
+from lightning_automodel.modules.heads import BIASES_OF_HEADS, counts_of, heads_of
+from lightning_automodel.modules.structure import (
+    class_names,
+    configs_of_layers,
+    find_blocks,
+    names_around,
+    outermost,
+    text_config,
+)
 from lightning_automodel.parallel.tensor.trial_weights import is_whole_now
 from lightning_automodel.plans import Layout
+from lightning_automodel.plans.additions import READS_BIASES_IN_MASKS
 from lightning_automodel.plans.selection import layers_of
 from lightning_automodel.plans.styles import Enter, Leave
 
@@ -74,13 +82,18 @@ def install_head_biases(model: nn.Module, group: ProcessGroup, layout: Layout) -
         name: heads
         for name in around_parts(layout) - find_blocks(model).keys()  # they may count heads, too
         if (heads := heads_of(counts_of(module := model.get_submodule(name)))) is not None
-        if is_handed_biases(module)
+        if _is_handed_biases(module)
     }
     for name in handed.keys() - names_around(handed):
         is_divided = heads_of(layout.attributes.get(name, {})) is not None
         per_rank = handed[name] if is_divided else handed[name] // group.size()
         is_copied_in = outermost(layout.boundaries, name) is not None
         wrap_forward(model.get_submodule(name), _Handed(per_rank, group, is_copied_in).around)
+
+
+def _is_handed_biases(attention: nn.Module) -> bool:
+    own = not BIASES_OF_HEADS.isdisjoint(arguments_of(attention))
+    return own or not READS_BIASES_IN_MASKS.isdisjoint(class_names(attention))
 
 
 class _Handed:
