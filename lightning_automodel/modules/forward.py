@@ -15,6 +15,8 @@ from typing import Any, Self
 from torch import nn
 
 from lightning_automodel._compat.torch.recomputations import surround_recomputations
+from lightning_automodel.modules.authors import links_of, place_of
+from lightning_automodel.modules.reachable_code import is_of_library_named
 
 Around = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
 """``(module, forward, args, kwargs)`` to what the module returns."""
@@ -29,10 +31,23 @@ _SNAPSHOTS = "_what_a_recomputation_finds"
 def code_of(module: nn.Module) -> Callable[..., Any]:
     """Return the function that a call of ``module`` runs: that of its class, or what was assigned to ``forward``.
 
-    What :func:`wrap_forward` put around it is not meant.
+    What :func:`wrap_forward` put around it is not meant, nor decorators: where a user's function is around that of a
+    library, the user's.
     """
+    links = codes_of(module)
+    return next((link for link in reversed(links) if not is_of_library_named(place_of(link))), links[-1])
+
+
+def codes_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """List the functions of which :func:`code_of` returns one, the outermost decorator first."""
+    links = list(links_of(called_by(module)))
+    return [link for link in links if inspect.isfunction(link)] or links
+
+
+def called_by(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of ``module`` calls first, but for what :func:`wrap_forward` put around it."""
     assigned = vars(module).get(_INNER, [vars(module).get("forward")])[0]
-    return inspect.unwrap(type(module).forward if assigned is None else assigned)
+    return type(module).forward if assigned is None else assigned
 
 
 def wrap_forward(module: nn.Module, around: Around) -> None:

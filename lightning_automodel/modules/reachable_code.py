@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_automodel.modules.authors import place_of
+
 LIBRARIES = {"lightning", "lightning_automodel", "peft", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
 
 
@@ -103,7 +105,7 @@ def reachable_code(functions: Iterable[Callable[..., Any]], owners: Iterable[typ
 
 def is_of_library(thing: Any) -> bool:
     """Tell whether a function or class comes with Python or with a library that is known, and is not the user's."""
-    return is_of_library_named(getattr(thing, "__module__", None) or "builtins")
+    return all(map(is_of_library_named, (getattr(thing, "__module__", None) or "builtins", place_of(thing))))
 
 
 def is_of_library_named(module: str) -> bool:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.structure import CONTAINERS, class_names, find_blocks, find_towers, outermost
 from lightning_automodel.plans.additions import ATTENDS_WITHIN_TOKENS, MIXES_TOKENS, WHOLE_STREAM
-from lightning_automodel.plans.known_code import is_measured, is_of_libraries
+from lightning_automodel.plans.known_code import functions_of_users, is_measured, is_of_libraries
 from lightning_automodel.plans.sequence import STREAM_ARGUMENTS, computes_between_blocks, runs_others_between
 from lightning_automodel.plans.tokenwise import keeps_tokens_apart, takes_no_tokens_apart
 
@@ -275,7 +275,7 @@ def treatment_of(child: nn.Module) -> Treatment:
     inner = any(_meets_tokens(module) for name, module in child.named_modules() if name)
     if REGISTRY not in names_of(child) or inner or any(name in MIXES_TOKENS for name in names):
         return Treatment.GATHERED
-    if not is_of_libraries(child):  # a user's may look at other tokens before it calls the registry
+    if not is_of_libraries(child) or functions_of_users(child):  # which may look at other tokens
         return Treatment.GATHERED
     arguments = set(ordered_arguments(child)[1:])
     known = arguments <= {*ROWS_OF_ATTENTION, *_states_of(child)}

@@ -3,17 +3,20 @@
 There are two comparisons: of features and heads, for tensor parallelism (:func:`is_known`), and of tokens, for context
 and sequence parallelism (:func:`is_measured`).
 
-A user's may come as a class, as what is assigned to ``forward`` of a module or of a class, as a function in the place
-of one that the code names, as an attention function that is registered with transformers, as a function among the
-attributes of a module, or as a module of torch's that computes across features, where a model has an activation.
+A user's may come as a class, as what is assigned to ``forward`` of a module or of a class, as a function or method in
+the place of one that the code names, or that this one names, as an attention function that is registered with
+transformers, as a function among the attributes of a module, or as a module or function of torch's that computes across
+features, where a model has an activation. Each may stand around the one before, and have its name.
 """
 
 import functools
 import inspect
 import sys
 from collections.abc import Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.models.auto.configuration_auto import model_type_to_module_name
@@ -24,7 +27,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lightning_automodel._compat.transformers.models import attention_of
-from lightning_automodel.modules.forward import code_of
+from lightning_automodel.modules.authors import links_of, place_of
+from lightning_automodel.modules.forward import called_by, code_of
 from lightning_automodel.modules.reachable_code import names_in
 
 MEASURED = ("transformers", "diffusers")
@@ -34,6 +38,14 @@ KNOWN = (*MEASURED, "torch", "torchao", "peft")
 _BESIDE = ("lightning_automodel", "functools", "builtins", "math", "typing", "collections", "numpy")
 _AS_PLANNED = (nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout)
 _HOLDING = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_FUNCTIONS = (torch, nn.functional)
+"""Where functions of torch stand that somebody may have put others in the place of."""
+_METHODS = (FunctionType, MethodType, staticmethod, classmethod, functools.partial)
+_ELEMENTWISE = {
+    *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "gelu", "silu", "mish", "sigmoid", "logsigmoid", "tanh"),
+    *("softplus", "softsign", "hardtanh", "hardsigmoid", "hardswish", "square", "exp", "dropout"),
+}
+"""Functions of torch that treat every number alone."""
 PLAIN = (*_AS_PLANNED, *_HOLDING)
 """Modules of torch's that treat every token alone, and features as a plan expects, or that only hold others."""
 _TOKEN_BY_TOKEN = (
@@ -51,7 +63,12 @@ def package(module: nn.Module) -> str:
 
 def is_known(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, is code of known packages."""
-    return package(module) in KNOWN and all(_package_of(thing) in (*KNOWN, *_BESIDE) for thing in _runs(module))
+    is_elementwise = all(map(_takes_features_apart, _callable_attributes(module)))
+    return (
+        package(module) in KNOWN
+        and is_elementwise
+        and all(_package_of(link) in (*KNOWN, *_BESIDE) for link in _runs(module, _registered_for(module)))
+    )
 
 
 def is_measured(module: nn.Module) -> bool:
@@ -70,7 +87,7 @@ def is_of_libraries(module: nn.Module) -> bool:
 
 
 def _where(module: nn.Module) -> str:
-    return getattr(code_of(module), "__module__", None) or ""
+    return place_of(code_of(module))
 
 
 @functools.cache
@@ -85,10 +102,19 @@ def _families_that_write() -> frozenset[str]:
 
 
 def functions_of_users(module: nn.Module) -> list[Any]:
-    """List what can be called among the attributes of ``module``, modules aside, and comes from no known package."""
+    """List what ``module`` runs and what comes from no known package, or is a function of torch's across features.
+
+    Attention functions that are registered with transformers aside.
+    """
     known = {*KNOWN, *_BESIDE, *(name.partition(".")[0] for name in _TOKEN_BY_TOKEN)}
-    functions = map(_without_partial, _callable_attributes(module))
-    return [function for function in functions if _package_of(function) not in known]
+    of_users = [link for link in _runs(module, registered=None) if _package_of(link) not in known]
+    return of_users + [value for value in _callable_attributes(module) if not _takes_features_apart(value)]
+
+
+def is_own_attention(name: str | None) -> bool:
+    """Tell whether the attention function ``name`` is transformers' own: somebody may have registered another one."""
+    registered = AttentionInterface().get(name)
+    return registered is None or all(_package_of(link) == "transformers" for link in links_of(registered))
 
 
 def works_across_features(module: nn.Module) -> bool:
@@ -105,20 +131,41 @@ def is_activation(module: nn.Module) -> bool:
     return type(module).__module__ == nn.GELU.__module__
 
 
-def _runs(module: nn.Module) -> Iterator[Any]:
-    """Yield the code of ``module``, what it names of its file, and what its attributes are that can be called."""
-    forward = _without_partial(code_of(module))
-    yield forward
-    if inspect.isfunction(forward) and _package_of(forward) in MEASURED:
-        for name in names_in(forward.__code__):
-            value = forward.__globals__.get(name)
-            if callable(value):
-                yield value
-    for value in _callable_attributes(module):
-        yield value if inspect.isroutine(value) or isinstance(value, type) else type(value)
-    registered = AttentionInterface().get(attention_of(getattr(module, "config", None)))
-    if registered is not None:
-        yield inspect.unwrap(registered)
+def _registered_for(module: nn.Module) -> Any:
+    """Return the attention function of users and transformers that ``module`` calls by a name of its config."""
+    return AttentionInterface().get(attention_of(getattr(module, "config", None)))
+
+
+def _runs(module: nn.Module, registered: Any) -> Iterator[Any]:
+    """Yield the code of ``module``, what it names of its files and methods, and its attributes that can be called.
+
+    With all that decorators have put around each; functions of transformers are followed to those that they name.
+    """
+    waiting = [(called_by(module), True), *((value, False) for value in _callable_attributes(module))]
+    waiting += [] if registered is None else [(registered, False)]
+    seen: set[int] = set()
+    while waiting:
+        function, is_method = waiting.pop()
+        for link in links_of(function):
+            if id(link) not in seen:
+                seen.add(id(link))
+                yield link
+                if inspect.isfunction(link) and _package_of(link) in MEASURED:
+                    waiting += _named_in(link, module if is_method else None)
+
+
+def _named_in(function: FunctionType, module: nn.Module | None) -> Iterator[tuple[Any, bool]]:
+    """Yield what ``function`` may call: globals of its file, functions of torch, and, of a method, its like.
+
+    Each with whether it is a method of ``module``.
+    """
+    for name in names_in(function.__code__):
+        values = [function.__globals__.get(name), *(vars(place).get(name) for place in _FUNCTIONS)]
+        yield from ((value, False) for value in values if callable(value) and not isinstance(value, nn.Module))
+        if module is not None:
+            own = vars(module).get(name, inspect.getattr_static(type(module), name, None))
+            if isinstance(own, _METHODS):
+                yield own, True
 
 
 def _callable_attributes(module: nn.Module) -> Iterator[Any]:
@@ -127,12 +174,15 @@ def _callable_attributes(module: nn.Module) -> Iterator[Any]:
             yield value
 
 
-def _without_partial(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+def _takes_features_apart(function: Any) -> bool:
+    """Tell whether a function among the attributes of a module is no function of torch's across features."""
+    links = list(links_of(function))
+    if any(isinstance(link, torch.jit.ScriptFunction) for link in links):  # whose code is not seen
+        return False
+    of_torch = [link for link in links if inspect.isroutine(link) and _package_of(link) in ("torch", "builtins")]
+    return all(getattr(link, "__name__", "") in _ELEMENTWISE for link in of_torch)
 
 
 def _package_of(thing: Any) -> str:
-    name = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+    name = place_of(thing).partition(".")[0]
     return "builtins" if name in sys.stdlib_module_names and name != "__main__" else name

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_automodel._compat.dtensor.tensors import StridedShard
 from lightning_automodel._compat.torch.modules import own_buffers, own_parameters
+from lightning_automodel.modules.authors import place_of
 from lightning_automodel.modules.forward import code_of
 from lightning_automodel.modules.matrices import WIDTH_OF_VIEW, Matrix, in_features, is_turned, out_features
 from lightning_automodel.plans.known_code import KNOWN, is_known
@@ -38,10 +39,7 @@ def problem_of_own_linear(module: nn.Module, style: Style) -> str:
     """Say what a layer of a user's code would do otherwise on slices of its weight; empty if nothing is known."""
     if not isinstance(module, Matrix | nn.Embedding):
         return "" if is_known(module) else _problem_of_members(module, style)
-    if code_of(module).__module__.partition(".")[0] in (
-        *KNOWN,
-        "bitsandbytes",
-    ):
+    if place_of(code_of(module)).partition(".")[0] in (*KNOWN, "bitsandbytes"):
         return ""
     more = [name for name in own_parameters(module) if name not in ("weight", "bias")]
     if more:

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel.modules.forward import code_of
+from lightning_automodel.modules.authors import place_of
+from lightning_automodel.modules.forward import code_of, codes_of
 from lightning_automodel.plans.adapters import unknown_variants
 from lightning_automodel.plans.known_code import PLAIN, functions_of_users, is_activation, is_measured
 
@@ -37,10 +38,10 @@ _NEVER = (ast.For, ast.While, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.Di
 def keeps_tokens_apart(module: nn.Module) -> bool:
     """Tell whether the forward pass of ``module`` itself, its children aside, treats every token alone."""
     if is_measured(module):
-        is_of_torch = code_of(module).__module__.startswith(_OF_TORCH)
+        is_of_torch = place_of(code_of(module)).startswith(_OF_TORCH)
         is_apart = _works_on_features(module) if is_of_torch else not unknown_variants(module)
         return is_apart and all(_reads_apart(function, module) for function in functions_of_users(module))
-    return _reads_apart(code_of(module), module)
+    return all(_reads_apart(code, module) for code in codes_of(module))
 
 
 def _reads_apart(function: Any, module: nn.Module) -> bool:
@@ -133,7 +134,7 @@ def _takes_all(index: ast.expr, kept: set[str]) -> bool:
 
 def _body(function: Any) -> list[ast.stmt] | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(function, "__code__", function))))
     except (OSError, TypeError, SyntaxError):
         return None
     return tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else None

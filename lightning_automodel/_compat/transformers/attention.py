@@ -15,13 +15,6 @@ MASKS_ARE_TENSORS = ("sdpa", "eager")
 """Attention functions whose masks are tensors [batch, 1, queries, keys]."""
 
 
-def is_own_function(name: str | None) -> bool:
-    """Tell whether the attention function ``name`` is transformers' own: somebody may have registered another one."""
-    registered: Any = AttentionInterface().get(name)
-    file = getattr(registered, "__globals__", {}).get("__name__", "")  # where it is wrapped, __module__ is of another
-    return registered is None or file.startswith("transformers.")
-
-
 def route_attention(module: nn.Module, around: Callable[..., Any]) -> None:
     """Make ``module`` call ``around(function, module, query, key, ...)`` in the place of attention functions.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS, is_own_function, route_attention
+from lightning_automodel._compat.transformers.attention import MASKS_ARE_TENSORS, route_attention
 from lightning_automodel._compat.transformers.models import attention_of
 from lightning_automodel.distributed.sequence_rows import Rows
 from lightning_automodel.modules.forward import recomputation_context
@@ -16,6 +16,7 @@ from lightning_automodel.parallel.context.exchange_all_to_all import attend_by_h
 from lightning_automodel.parallel.context.exchange_gather import attend_to_gathered
 from lightning_automodel.parallel.context.state import StreamOnRows
 from lightning_automodel.plans.context import ROWS_OF_ATTENTION
+from lightning_automodel.plans.known_code import is_own_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -26,7 +27,7 @@ def exchanges(module: nn.Module) -> bool:
     A function that somebody registered under the name of one of transformers' may count places.
     """
     name = implementation(module)
-    return name in MASKS_ARE_TENSORS and is_own_function(name)
+    return name in MASKS_ARE_TENSORS and is_own_attention(name)
 
 
 def implementation(module: nn.Module) -> str | None:
