@@ -52,6 +52,8 @@ def seen_keys(mask: Tensor, rows: Rows) -> list[Bounds]:
         mask: [batch, heads or 1, rows, seq] of this rank: bool, or what is added to the scores.
         rows: of this rank.
     """
+    if mask.dtype != torch.bool and not mask.is_floating_point():  # whole numbers hide no key
+        return [(0, rows.length)] * len(rows.own_chunks)
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     found, at = [], 0
     for start, stop in rows.own_chunks:

@@ -76,11 +76,11 @@ def test_masks_that_a_model_changes_are_refused(pool2: Pool) -> None:
         pool2.run(changed_masks)
 
 
-def error_of_masks_of_users(implementation: str) -> float:
+def error_of_masks_of_users(implementation: str, dtype: torch.dtype = torch.bool) -> float:
     """Runs on each rank: the largest error of gradients with a mask that shuts the first tokens off for the others."""
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     mask[8:, :3] = False
-    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": mask.expand(2, 1, -1, -1)}
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": mask.expand(2, 1, -1, -1).to(dtype)}
     one = tiny_model("llama", implementation).train()
     world = torch.distributed.get_world_size()
     many = parallelize(copy.deepcopy(one), build_mesh(resolve_sizes(world, cp=world), "cpu"), FSDP2Config())
@@ -94,3 +94,10 @@ def error_of_masks_of_users(implementation: str) -> float:
 def test_boolean_masks_mean_what_they_mean_on_one_process(implementation: str, pool2: Pool) -> None:
     """Scaled dot products mask by them; transformers' eager attention adds 0 and 1 to its scores."""
     assert max(pool2.run(error_of_masks_of_users, implementation)) < 1e-5
+
+
+def test_masks_of_whole_numbers_are_added_to_scores(pool2: Pool) -> None:
+    """By transformers' eager attention; scaled dot products refuse them on one process, too."""
+    assert max(pool2.run(error_of_masks_of_users, "eager", torch.int64)) < 1e-5
+    with pytest.raises(RankFailed, match="Expected attn_mask dtype to be bool or float"):
+        pool2.run(error_of_masks_of_users, "sdpa", torch.int64)
