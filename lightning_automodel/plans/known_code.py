@@ -164,6 +164,7 @@ def _named_in(function: FunctionType, module: nn.Module | None) -> Iterator[tupl
         yield from ((value, False) for value in values if callable(value) and not isinstance(value, nn.Module))
         if module is not None:
             own = vars(module).get(name, inspect.getattr_static(type(module), name, None))
+            own = own.fget if isinstance(own, property) else own
             if isinstance(own, _METHODS):
                 yield own, True
 

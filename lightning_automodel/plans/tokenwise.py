@@ -133,7 +133,7 @@ def _takes_all(index: ast.expr, kept: set[str]) -> bool:
 
 
 def _body(function: Any) -> list[ast.stmt] | None:
-    try:
+    try:  # of a decorator's code: its function has the source of what it decorates
         tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(function, "__code__", function))))
     except (OSError, TypeError, SyntaxError):
         return None
