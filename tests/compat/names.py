@@ -68,8 +68,15 @@ ATTRIBUTES = {
         "_unflatten",
     ),
     "torch.nn.parallel:DistributedDataParallel": ("_check_reducer_finalized",),
+    "torch.nn.modules.module:": (
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+    ),
     "torch.nn:Module": (
         "_apply",
+        "_backward_hooks",
         "_buffers",
         "_forward_hooks",
         "_backward_pre_hooks",

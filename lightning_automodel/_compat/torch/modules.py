@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as _of_all
 from torch.nn.modules.module import _IncompatibleKeys
 
 
@@ -87,6 +88,17 @@ def hook_tables_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def backward_hooks_of(module: nn.Module) -> list[Any]:
     """Returns what runs before and after the backward pass of ``module``."""
     return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def hooks_around_all_modules() -> tuple[list[Any], list[Any]]:
+    """Returns what ``torch.nn.modules.module.register_module_*_hook`` has around forward and around backward passes."""
+    forward = [*_of_all._global_forward_pre_hooks.values(), *_of_all._global_forward_hooks.values()]
+    return forward, [*_of_all._global_backward_pre_hooks.values(), *_of_all._global_backward_hooks.values()]
+
+
+def hooks_of_gradients_of_inputs(module: nn.Module) -> list[Any]:
+    """Returns what runs on the gradients of what enters ``module``."""
+    return list(module._backward_hooks.values())
 
 
 def lay_hooks_in_order(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,14 +11,18 @@ from lightning_automodel._compat.torch.modules import (
     gradient_hooks_of,
     hook_tables_of,
     hooks_after_accumulation,
+    hooks_around_all_modules,
     hooks_of,
+    hooks_of_gradients_of_inputs,
 )
 from lightning_automodel.distributed.logs import warn_once
+from lightning_automodel.modules.authors import links_of, place_of
 
-_LIBRARIES = (
+_LIBRARIES = {
     *("accelerate", "lightning", "lightning_automodel", "megatron_fsdp"),
-    *("peft", "torch", "torchao", "transformers"),
-)
+    *("peft", "torch", "torchao", "transformers", "functools", "builtins"),
+}
+_OF_ALL_MODULES = "a hook of all modules (torch.nn.modules.module.register_module_...)"
 
 
 _PARTS = "_where_hooks_see_parts"
@@ -39,7 +42,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         # Those of adapters change gradients (OSF projects them), too.
-        if any(is_of_user(hook) or _library_of(hook) == "peft" for hook in gradient_hooks_of(parameter)):
+        if any(is_of_user(hook) or "peft" in map(_library_of, links_of(hook)) for hook in gradient_hooks_of(parameter)):
             raise ValueError(
                 f"{name} has a hook (register_hook) that would never run: sharding replaces parameters, and writes "
                 f"their reduced gradients itself; {_INSTEAD}"
@@ -66,6 +69,7 @@ def warn_of_parts(
     seeing_parts: Sequence[str],
     why: str,
     whole: tuple[str, str] = WHOLE,
+    terms: Sequence[str] = (),
 ) -> None:
     """Warn once of hooks that will see a rank's part of what they see on one process.
 
@@ -74,10 +78,17 @@ def warn_of_parts(
         seeing_parts: names of modules inside of which, or behind which, values are split.
         why: what splits them.
         whole: which outputs, and which gradients, are those of one process.
+        terms: names of modules whose outputs are whole, and the gradients of what enters them a rank's terms of a sum.
     """
-    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, whole))
-    forward = [name for name in seeing_parts if any(map(is_of_user, hooks_of(model.get_submodule(name))))]
-    backward = [name for name in seeing_parts if any(map(is_of_user, backward_hooks_of(model.get_submodule(name))))]
+    vars(model).setdefault(_PARTS, []).append((seeing_parts, why, whole, terms))
+    forward, backward = (
+        [_OF_ALL_MODULES] if seeing_parts and any(map(is_of_user, hooks)) else []
+        for hooks in hooks_around_all_modules()
+    )
+    forward += [name for name in seeing_parts if any(map(is_of_user, hooks_of(model.get_submodule(name))))]
+    backward += [name for name in seeing_parts if any(map(is_of_user, backward_hooks_of(model.get_submodule(name))))]
+    entering = ((name, hooks_of_gradients_of_inputs(model.get_submodule(name))) for name in terms)
+    backward += [name for name, hooks in entering if any(map(is_of_user, hooks))]
     if forward:
         warn_once(
             f"{_first(forward)}: a forward hook of yours will see a rank's part of the values there ({why}); what it "
@@ -102,15 +113,12 @@ def _first(names: Sequence[str]) -> str:
 
 
 def is_of_user(hook: Any) -> bool:
-    """Tell whether a hook is none of a library's, this one included."""
-    return _library_of(hook) not in _LIBRARIES
+    """Tell whether a hook is none of a library's, this one included; decorators and partial functions aside."""
+    return not _LIBRARIES.issuperset(map(_library_of, links_of(hook)))
 
 
-def _library_of(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return owner.partition(".")[0]
+def _library_of(link: Any) -> str:
+    return place_of(link).partition(".")[0]
 
 
 @contextmanager

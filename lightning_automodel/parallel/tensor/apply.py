@@ -84,7 +84,9 @@ def apply_tensor_parallel(
     """
     why = f"tp={tp_mesh.size()}{', sequence_parallel=True' if layout.sequence else ''}"
     whole = WHOLE if layout.sequence is None else _WHOLE_OUTSIDE
-    warn_of_parts(model, list(_seeing_parts(model, layout)), why, whole)
+    seeing = list(_seeing_parts(model, layout))
+    heads = [name for name, found in layout.modules.items() if found.enter is Enter.COPY and name not in seeing]
+    warn_of_parts(model, seeing, why, whole, heads)
     twins, tried = find_twins(model), modules_to_try(model, layout, set(gathered_alone))
     for name, attributes in layout.attributes.items():
         model.get_submodule(name).__dict__.update(attributes)

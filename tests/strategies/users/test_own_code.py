@@ -1,5 +1,6 @@
 """What users do to a model beside training it: hooks, second names, shared parameters, attention maps."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModel, AutoModelForCausalLM
 
 from lightning_automodel import DDPStrategy, FSDP2Config
@@ -280,6 +282,21 @@ class HookedInsideLater(HookedInside):
             module.register_full_backward_hook(lambda module, entered, left: None)
 
 
+class HookedAround(Noted):
+    """Hooks that have the name of torch's own, of all modules, and on the gradients of what enters the head."""
+
+    def change(self) -> None:
+        hook = functools.wraps(nn.Linear.forward)(lambda module, args, output: None)
+        self.model.model.layers[1].mlp.up_proj.register_forward_hook(hook)
+
+    def on_fit_start(self) -> None:
+        self.model.lm_head.register_full_backward_hook(lambda module, entered, left: None)
+        self.handle = register_module_forward_hook(lambda module, args, output: None)
+
+    def on_fit_end(self) -> None:
+        self.handle.remove()
+
+
 def warnings_of(kind: type[nn.Module]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -294,3 +311,6 @@ def test_hooks_that_see_a_part_are_named(pool2: Pool) -> None:
     forward, backward = pool2.run(warnings_of, HookedInsideLater, trainer=True)[0]
     assert forward == found
     assert backward.startswith("model.layers.0.mlp.up_proj: a backward hook of yours will see a rank's part of")
+    said = {message.partition(" hook of yours")[0] for message in pool2.run(warnings_of, HookedAround, trainer=True)[0]}
+    all_modules = "a hook of all modules (torch.nn.modules.module.register_module_...) and 1 more: a forward"
+    assert said == {"model.layers.1.mlp.up_proj: a forward", "lm_head: a backward", all_modules}
