@@ -49,12 +49,12 @@ class BlockOnRows(SharedByCopies):
         block.register_forward_pre_hook(self.enter, with_kwargs=True)
         block.register_forward_hook(self.leave, always_call=True)
         keep_for_recomputation(
-            block, attributes_again(self.stream, "rows", "batch", "row_masks", "masks", "is_checkpointed")
+            block, attributes_again(self.stream, "rows", "batch", "beside", "row_masks", "masks", "is_checkpointed")
         )
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Cut the stream, and what attention on rows takes beside it."""
-        self._begin(args[0] if args else kwargs[self.arguments[0]])
+        begins = self._begin(args[0] if args else kwargs[self.arguments[0]])
         whole_mask = self.stream.whole_mask
         if self.stream.rows is None:
             return tuple(map(whole_mask, args)), {name: whole_mask(value) for name, value in kwargs.items()}
@@ -63,13 +63,19 @@ class BlockOnRows(SharedByCopies):
         self.stream.block, self.stream.is_checkpointed = block, is_checkpointed(block)
         on_rows = bool(self.attention) and all(map(exchanges, self.attention))
         enter = partial(self._enter, block, on_rows)
-        named = zip_longest(self.arguments[: len(args)], args, fillvalue="")
+        named = list(zip_longest(self.arguments[: len(args)], args, fillvalue=""))
+        self.stream.note_beside([*named, *kwargs.items()], begins)
         return tuple(starmap(enter, named)), {name: enter(name, value) for name, value in kwargs.items()}
 
-    def _begin(self, first: Any) -> None:
+    def _begin(self, first: Any) -> bool:
+        """Begin a sequence where this block is its first; tell whether it does."""
         stream = self.stream
-        if self.is_first and stream.call.depth and (stream.rows is None or stream.whole_dim(first) is not None):
+        begins = (
+            self.is_first and stream.call.depth > 0 and (stream.rows is None or stream.whole_dim(first) is not None)
+        )
+        if begins:
             stream.begin(first)
+        return begins
 
     def _enter(self, block: nn.Module, on_rows: bool, name: str, value: Any) -> Any:
         if name == "attention_mask" and on_rows and self.stream.call.exchange != "all_to_all":

@@ -98,6 +98,8 @@ class StreamOnRows:
         entry: the blocks.
         rows: who holds what; ``None``: the stream is whole.
         batch: rows of the batch.
+        no_rows: names of arguments of blocks that were something else than the stream when the first one was entered.
+        beside: by their identity, what the block that runs was given under these names: no rows, whatever its shape.
         cut_already: rows of masks and tables of this forward pass, beside the whole ones, by the identity of those.
         row_masks: those of the call, also while a block is computed again.
         masks: by the identity of a mask, the mask, its own rows, and which keys each chunk of them sees.
@@ -110,6 +112,8 @@ class StreamOnRows:
     entry: BlockList
     rows: Rows | None = None
     batch: int = 0
+    no_rows: set[str] = field(default_factory=set)
+    beside: dict[int, Tensor] = field(default_factory=dict)
     cut_already: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     row_masks: RowMasks | None = None
     masks: dict[int, tuple[Tensor, Tensor, list[Bounds]]] = field(default_factory=dict)
@@ -120,7 +124,7 @@ class StreamOnRows:
     def end(self) -> None:
         """Forget the sequence when its list of blocks is through."""
         self.rows, self.row_masks = None, None
-        self.cut_already, self.masks = {}, {}
+        self.cut_already, self.masks, self.beside = {}, {}, {}
 
     def draw_for_rows(self) -> None:
         """Let torch draw other numbers on each rank from now on, for its rows."""
@@ -161,6 +165,12 @@ class StreamOnRows:
         self.row_masks = self.call.row_masks
         self.call.rows, self.call.batch = self.rows, self.batch
 
+    def note_beside(self, named: list[tuple[str, Any]], begins: bool) -> None:
+        """Note what enters a block, by the names of its arguments, that is of another sequence, as an encoder's."""
+        if begins:  # and no block has made rows yet
+            self.no_rows = {name for name, x in named if isinstance(x, Tensor) and self.whole_dim(x) is None}
+        self.beside = {id(value): value for name, value in named if name in self.no_rows}
+
     def cut(self, value: Any) -> Any:
         """Take this rank's rows of a whole stream; other values stay."""
         dim = self.whole_dim(value)
@@ -168,7 +178,8 @@ class StreamOnRows:
 
     def join(self, value: Any) -> Any:
         """Gather a stream of rows, whose gradients are parts on every rank; other values stay."""
-        dim = self.rows_dim(value)
+        is_beside = not torch.compiler.is_compiling() and id(value) in self.beside
+        dim = None if is_beside else self.rows_dim(value)
         return value if dim is None else gather_parts(value, dim, self._rows)
 
     def whole_mask(self, value: Any) -> Any:
