@@ -23,6 +23,7 @@ from lightning_automodel.modules.structure import (
 )
 from lightning_automodel.plans.attention_heads import head_counts, share, widths_of_views
 from lightning_automodel.plans.companions import leave_companions_whole
+from lightning_automodel.plans.read_weights import check_read_weights
 from lightning_automodel.plans.selection import Plan, wildcard
 from lightning_automodel.plans.sequence import SequenceLayout, derive_sequence_layout
 from lightning_automodel.plans.structure import Structure
@@ -124,6 +125,8 @@ def layout_of(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool) ->
         layout.parameters[name] = _parameter_layout(name, parameter, found, inside)
         if found is not None and found.partial and not inside:
             layout.claimed.append(name)
+    split = [name.rpartition(".")[0] for name, found in layout.parameters.items() if not found.placement.is_replicate()]
+    check_read_weights(structure.modules, split, [*blocks, *layout.boundaries])
     share_heads(model, layout, tp)
     if sequence_parallel:
         planned = structure.module_styles.keys() | structure.parameter_styles.keys()
