@@ -151,6 +151,7 @@ ATTRIBUTES = {
         "_load_combined_loader_states",
         "_combined_loader_states_to_load",
         "_restarting",
+        "_should_reload_train_dl",
         "_skip_backward",
     ),
     f"{PL}.loops.training_epoch_loop:_TrainingEpochLoop": (

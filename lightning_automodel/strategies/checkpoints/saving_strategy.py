@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_automodel._compat.lightning.early_loaders import begin_passes_in_run
 from lightning_automodel._compat.lightning.evaluation_loops import around_validation_start
 from lightning_automodel._compat.lightning.progress import (
     before_each_step,
@@ -255,6 +256,7 @@ class SavingStrategy(OnMesh):
                 lambda loader: self._seen.go_on(self._trainer, loader, self.data_rank, self.data_size),
                 had_state,
             )
+            begin_passes_in_run(self._trainer)
         return checkpoint
 
     @property

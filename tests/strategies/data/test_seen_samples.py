@@ -126,7 +126,7 @@ def data_of(kind: str, size: int) -> Any:
 def record(kind: str, path: Path, size: int, count: int | None, resume: Path | None, **settings: Any) -> Watcher:
     """A run of three epochs that saves when ``count`` batches are through, or goes on."""
     L.seed_everything(5, verbose=False)
-    module = Watcher()
+    module = settings.pop("module", Watcher)()
     callbacks = [] if count is None else [SaveAfter(path, count)]
     run = make_trainer(settings.pop("strategy", DDPStrategy()), callbacks=callbacks, **{"max_epochs": 3, **settings})
     run.fit(module, data_of(kind, size), loader(2), ckpt_path=resume)

@@ -1,0 +1,43 @@
+"""A run whose schedule asks for the number of steps when it is made resumes within an epoch."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+
+from lightning_automodel.testing.pool import Pool
+from tests.strategies.data.test_seen_samples import Watcher, both
+
+KINDS: dict[str, dict[str, Any]] = {
+    "shuffled": {"count": 8},
+    "counted": {"count": 8},
+    "with a state": {"count": 6},
+    "workers": {"count": 9, "reload_dataloaders_every_n_epochs": 2},
+    "drawing": {"count": 9, "val_check_interval": 3},
+    "by numpy": {"count": 3},
+    "sized stream": {"count": 4, "limit_train_batches": 5},
+    "stream": {"count": 9, "max_steps": 15},
+}
+
+
+class Estimating(Watcher):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        steps = int(self.trainer.estimated_stepping_batches)
+        assert isinstance(self.trainer.train_dataloader, DataLoader)  # as the user gave it
+        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 1e-3, total_steps=steps), "interval": "step"}]
+
+
+def run(path: Path) -> dict[str, Any]:
+    """Runs on each rank."""
+    return {kind: both(path, kind, module=Estimating, **settings) for kind, settings in KINDS.items()}
+
+
+def test_steps_are_estimated_in_configure_optimizers(pool2: Pool, tmp_path: Path) -> None:
+    """Which sets the loaders up, before the place in the epoch is known."""
+    for found in pool2.run(run, tmp_path, trainer=True):
+        for kind, (expected, steps, *validated) in found.items():
+            assert steps == expected, kind
+            assert validated[0] == validated[1], kind
