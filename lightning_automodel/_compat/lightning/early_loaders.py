@@ -6,6 +6,8 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer import Trainer
 
+_REPLACED = ("run", "setup_data")
+
 
 class _OfLength:
     """Stands for a loader of which the length alone is asked: nothing begins."""
@@ -30,6 +32,8 @@ def begin_passes_in_run(trainer: Trainer) -> None:
     and put no loader where it was saved.
     """
     loop = trainer.fit_loop
+    for name in _REPLACED:  # by a call that failed before it trained
+        vars(loop).pop(name, None)
     setup, run, prepare = loop.setup_data, loop.run, loop._load_combined_loader_states
 
     def look() -> None:
@@ -49,8 +53,8 @@ def begin_passes_in_run(trainer: Trainer) -> None:
             loop._combined_loader.flattened = found
 
     def begin() -> None:
-        for name in ("run", "setup_data"):
-            vars(loop).pop(name, None)
+        for name in _REPLACED:
+            vars(loop).pop(name)
         combined, fetcher = loop._combined_loader, loop._data_fetcher
         if combined is not None and fetcher is not None and not loop._should_reload_train_dl:
             prepare()

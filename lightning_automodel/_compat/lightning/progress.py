@@ -220,6 +220,7 @@ def before_first_batch(
     that has none now: those for which ``had_state`` holds are left out.
     """
     loop = trainer.fit_loop
+    vars(loop).pop("_load_combined_loader_states", None)  # of a call that failed before it trained
     restore = loop._load_combined_loader_states
 
     def prepared() -> None:
