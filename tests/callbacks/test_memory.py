@@ -19,7 +19,7 @@ from lightning_automodel.planner.plan import build
 from lightning_automodel.testing.pool import Pool
 from tests.callbacks.support import Dicts, train
 from tests.support.families import tiny_config
-from tests.support.training import tiny_llama
+from tests.support.training import LENGTH, tiny_llama
 
 
 class Full(Callback):
@@ -40,7 +40,7 @@ def run_out(directory: Path) -> str:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         train({"tp": 2}, 1, [MemoryProfiler(dirpath=directory), Full()], accumulate_grad_batches=2)
     for question in asked:
-        assert (question.run.micro_batch, question.run.sequence_length, question.run.accumulation) == (4, 6, 2)
+        assert (question.run.micro_batch, question.run.sequence_length, question.run.accumulation) == (4, LENGTH, 2)
         assert question.run.sizes.tp == 2
     return next(
         path.read_text() for path in directory.glob("out-of-memory-rank-*.txt") if "planned:" in path.read_text()

@@ -19,7 +19,7 @@ from lightning_automodel.parallel.draws.passes import draw_from
 from lightning_automodel.testing.pool import Nursery, Pool, RankFailed
 from tests.support.dropping import Dropping, run, saving, tiny_phi
 from tests.support.layouts import LAYOUTS
-from tests.support.training import VOCABULARY, batches, make_trainer, rows, whole_parameters, world_size
+from tests.support.training import LENGTH, VOCABULARY, batches, make_trainer, rows, whole_parameters, world_size
 
 Again = Callable[[nn.Module, Tensor], Tensor]
 
@@ -211,7 +211,7 @@ class Normalized(Dropping):
 
     def __init__(self, of_all: bool) -> None:
         super().__init__()
-        self.statistics, self.of_all = nn.BatchNorm1d(6), of_all
+        self.statistics, self.of_all = nn.BatchNorm1d(LENGTH), of_all
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         if self.of_all:
