@@ -122,6 +122,7 @@ class SharedHooks(SavingStrategy):
         averaging.adapt(self._callbacks)  # not earlier: those of configure_callbacks, too
         if self._skips_damaged:
             self._replacement.find(self._trainer, self.broadcast)
+        install_samplers(self._trainer, self.distributed_sampler_kwargs)  # setup of a module may ask for loaders
 
     @override
     def teardown(self) -> None:
@@ -150,7 +151,6 @@ class SharedHooks(SavingStrategy):
         disable_inference_mode(trainer)
         self._preemption.install(trainer, self._saving_at_once, self._timeout)
         self._background.timeout = self._timeout
-        install_samplers(trainer, self.distributed_sampler_kwargs)
         refuse_shadows(self._module)
         self.check_gradient_hooks()
         forget_changed(self._module)

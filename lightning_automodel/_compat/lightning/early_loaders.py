@@ -6,8 +6,6 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer import Trainer
 
-_REPLACED = ("run", "setup_data")
-
 
 class _OfLength:
     """Stands for a loader of which the length alone is asked: nothing begins."""
@@ -31,10 +29,9 @@ def begin_passes_in_run(trainer: Trainer) -> None:
     random state of a checkpoint are not restored yet. Lightning would begin their first pass there, as one of epoch 0,
     and put no loader where it was saved.
     """
+    begin_passes_as_ever(trainer)
     loop = trainer.fit_loop
-    for name in _REPLACED:  # by a call that failed before it trained
-        vars(loop).pop(name, None)
-    setup, run, prepare = loop.setup_data, loop.run, loop._load_combined_loader_states
+    setup, run = loop.setup_data, loop.run
 
     def look() -> None:
         if loop._combined_loader is not None:
@@ -46,6 +43,7 @@ def begin_passes_in_run(trainer: Trainer) -> None:
             found.extend(loop._combined_loader.flattened)
             loop._combined_loader.flattened = [_OfLength(loader) for loader in found]
 
+        prepare = loop._load_combined_loader_states
         vars(loop)["_load_combined_loader_states"] = stand_in
         setup()
         vars(loop)["_load_combined_loader_states"] = prepare
@@ -53,13 +51,18 @@ def begin_passes_in_run(trainer: Trainer) -> None:
             loop._combined_loader.flattened = found
 
     def begin() -> None:
-        for name in _REPLACED:
-            vars(loop).pop(name)
+        begin_passes_as_ever(trainer)
         combined, fetcher = loop._combined_loader, loop._data_fetcher
         if combined is not None and fetcher is not None and not loop._should_reload_train_dl:
-            prepare()
+            loop._load_combined_loader_states()
             fetcher.setup(combined)
             iter(fetcher)
         run()
 
     vars(loop).update(setup_data=look, run=begin)
+
+
+def begin_passes_as_ever(trainer: Trainer) -> None:
+    """Undoes :func:`begin_passes_in_run`, also where a call has failed before it trained."""
+    for name in ("run", "setup_data"):
+        vars(trainer.fit_loop).pop(name, None)

@@ -220,7 +220,7 @@ def before_first_batch(
     that has none now: those for which ``had_state`` holds are left out.
     """
     loop = trainer.fit_loop
-    vars(loop).pop("_load_combined_loader_states", None)  # of a call that failed before it trained
+    forget_first_batch(trainer)
     restore = loop._load_combined_loader_states
 
     def prepared() -> None:
@@ -236,6 +236,11 @@ def before_first_batch(
         prepare(loop._combined_loader)
 
     vars(loop)["_load_combined_loader_states"] = prepared
+
+
+def forget_first_batch(trainer: Trainer) -> None:
+    """Undoes :func:`before_first_batch`, where a call has failed before it trained."""
+    vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
 
 
 def epochs_of_loading(trainer: Trainer) -> list[int | None]:

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_automodel._compat.lightning.early_loaders import begin_passes_in_run
+from lightning_automodel._compat.lightning.early_loaders import begin_passes_as_ever, begin_passes_in_run
 from lightning_automodel._compat.lightning.evaluation_loops import around_validation_start
 from lightning_automodel._compat.lightning.progress import (
     before_each_step,
     before_first_batch,
+    forget_first_batch,
     is_within_batch,
     loops_before_step,
     training_loader,
@@ -242,6 +243,14 @@ class SavingStrategy(OnMesh):
     # ---- loading -----------------------------------------------------------------------------------------------------
 
     @override
+    def join_mesh(self) -> None:
+        super().join_mesh()
+        forget_first_batch(self._trainer)
+        begin_passes_as_ever(self._trainer)
+        if self._trainer.state.fn == TrainerFn.FITTING and checkpoint_path_of(self._trainer) is not None:
+            begin_passes_in_run(self._trainer)
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._background.wait()
         path, is_sound = self._replacement.get(Location.of(self.broadcast(checkpoint_path)))
@@ -256,7 +265,7 @@ class SavingStrategy(OnMesh):
                 lambda loader: self._seen.go_on(self._trainer, loader, self.data_rank, self.data_size),
                 had_state,
             )
-            begin_passes_in_run(self._trainer)
+            begin_passes_in_run(self._trainer)  # of a requeue, too, which Lightning chooses behind setup
         return checkpoint
 
     @property

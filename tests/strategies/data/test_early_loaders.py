@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
@@ -35,17 +36,38 @@ class Estimating(Watcher):
         return [optimizer], [{"scheduler": OneCycleLR(optimizer, 1e-3, total_steps=steps), "interval": "step"}]
 
 
-def run(path: Path) -> dict[str, Any]:
+class EstimatingInSetup(Watcher):
+    def setup(self, stage: str) -> None:
+        self.estimated = int(self.trainer.estimated_stepping_batches)
+
+
+def run(path: Path, module: type[Watcher]) -> dict[str, Any]:
     """Runs on each rank."""
-    return {kind: both(path, kind, module=Estimating, **settings) for kind, settings in KINDS.items()}
+    return {kind: both(path, kind, module=module, **settings) for kind, settings in KINDS.items()}
 
 
-def test_steps_are_estimated_in_configure_optimizers(pool2: Pool, tmp_path: Path) -> None:
-    """Which sets the loaders up, before the place in the epoch is known."""
-    for found in pool2.run(run, tmp_path, trainer=True):
+@pytest.mark.parametrize("module", [Estimating, EstimatingInSetup])
+def test_steps_are_estimated_early(pool2: Pool, tmp_path: Path, module: type[Watcher]) -> None:
+    """Which sets the loaders up, before the place in the epoch is known, or before there is a model."""
+    for found in pool2.run(run, tmp_path, module, trainer=True):
         for kind, (expected, steps, *validated) in found.items():
             assert steps == expected, kind
             assert validated[0] == validated[1], kind
+
+
+def samples(path: Path, module: type[Watcher]) -> list[Step]:
+    """Runs on each rank: what a run of three epochs is given, of 23 samples in an order of the user's."""
+    return record("drawing", path / "x.ckpt", 2, None, None, module=module).steps
+
+
+def test_who_asks_early_is_given_the_same(pool2: Pool, tmp_path: Path) -> None:
+    """Lightning's own sampler would give samples twice."""
+    for early, late in zip(
+        pool2.run(samples, tmp_path, EstimatingInSetup, trainer=True),
+        pool2.run(samples, tmp_path, Watcher, trainer=True),
+        strict=True,
+    ):
+        assert early == late
 
 
 class FailsOnce(Estimating):
