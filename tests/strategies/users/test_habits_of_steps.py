@@ -19,7 +19,16 @@ from lightning_automodel.testing.pool import Nursery, Pool
 from tests.strategies.users.test_own_code import Noted, check_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.marks import SHARDS_TAKE_MASKS, with_long
-from tests.support.training import HIDDEN, VOCABULARY, Recorder, batches, make_trainer, tiny_llama, whole_parameters
+from tests.support.training import (
+    HIDDEN,
+    LENGTH,
+    VOCABULARY,
+    Recorder,
+    batches,
+    make_trainer,
+    tiny_llama,
+    whole_parameters,
+)
 
 LAYOUT_NAMES = ("fsdp2-dp2", "fsdp2-tp2", "fsdp2-dp2-tp2")
 
@@ -583,7 +592,7 @@ class Keeping(nn.Module):
 
     def __init__(self, is_returned: bool) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.first, self.second, self.last = nn.Linear(LENGTH, 8), nn.Linear(8, 8), nn.Linear(8, 2)
         self.is_returned = is_returned
 
     def forward(self, x: Tensor) -> Tensor | None:
