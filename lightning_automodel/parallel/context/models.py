@@ -232,8 +232,8 @@ class HolderOnRows(SharedByCopies):
         hidden = found[first]
         if isinstance(hidden, Tensor) and hidden.shape[1] == rows.length:
             hidden = rows.cut(hidden, 1)
-        found = {key: _whole(value, self.call, rows) for key, value in found.items()}
         found[first] = hidden if self.call.leaves_rows else _whole(hidden, self.call, rows)
+        found |= {key: _whole(value, self.call, rows) for key, value in found.items() if key != first}
         return tuple(found.values()) if is_tuple else type(output)(**found)
 
 

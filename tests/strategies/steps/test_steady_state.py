@@ -29,6 +29,7 @@ ON_THE_HOST = {
     "vocab_parallel.py": MICRO_BATCHES,  # are labels in the vocabulary? An accelerator asserts that itself
     "preemption.py": 2 * (STEPS - 1),  # signals of all ranks, exchanged beside the step before
     "sliced_draws.py": LAYERS * MICRO_BATCHES,  # states of generators: did a block draw after all?
+    "random_numbers.py": LAYERS * MICRO_BATCHES,  # the seed of a rank's rows under cp, drawn on the host
     "masking_utils.py": MICRO_BATCHES,  # transformers' own, of masks
     "optimizer.py": STEPS * (9 * LAYERS + 2),  # torch's own: the number of the step, for each parameter
 }
@@ -96,7 +97,12 @@ ONCE = STEPS + STEPS + STEPS - 1
 COLLECTIVES: dict[str, dict[str, int]] = {
     "tp": {"allreduce_": MICRO_BATCHES * (4 * LAYERS + 4)},  # two each way of a block; embedding, head, two of the loss
     "shards": {"all_gather": 4 * MICRO_BATCHES, "reduce_scatter": 3 * STEPS, "allreduce_": 0},
-    "cp": {"all_gather": 4 * MICRO_BATCHES, "reduce_scatter": 3 * STEPS, "allreduce_": 0},
+    "cp": {
+        "all_gather": 4 * MICRO_BATCHES,
+        "reduce_scatter": 3 * STEPS,
+        "alltoall_base_": MICRO_BATCHES * 2 * 4 * LAYERS,  # queries, keys, values and what attention gives, each way
+        "allreduce_": MICRO_BATCHES,  # the loss of all rows
+    },
     "ddp": {"allreduce_": 0},  # its buckets are reduced below what is seen here
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
