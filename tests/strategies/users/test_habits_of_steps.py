@@ -636,7 +636,7 @@ class Writing(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.first, self.last, self.how = nn.Linear(6, 8), nn.Linear(8, 2), how
+        self.first, self.last, self.how = nn.Linear(LENGTH, 8), nn.Linear(8, 2), how
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.last.weight
