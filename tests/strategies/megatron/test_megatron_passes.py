@@ -19,6 +19,7 @@ from tests.support.marks import with_long
 from tests.support.subjects import gather_part
 from tests.support.training import (
     HIDDEN,
+    LENGTH,
     VOCABULARY,
     Descending,
     Recorder,
@@ -99,7 +100,7 @@ class Saliency(Descending):
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(6, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+            self.model = nn.Sequential(nn.Linear(LENGTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         inputs = (batch[0] / VOCABULARY).requires_grad_(torch.is_grad_enabled())
