@@ -748,7 +748,7 @@ class WritesPlanned(Noted):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         if not self.planned:
-            return self.head(self.model(batch[0]).logits[..., :6])
+            return self.head(self.model(batch[0]).logits[..., :LENGTH])
         return self.model(input_ids=batch[0], labels=batch[0]).loss
 
     def configure_model(self) -> None:

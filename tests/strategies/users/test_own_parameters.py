@@ -264,7 +264,7 @@ def test_it_goes_on_in_any_layout(source: str, pool2: Pool, tmp_path: Path) -> N
     whole = pool2.run(train_on, source, path, None, trainer=True)[0]
     for layout in FILES:
         again = pool2.run(train_on, layout, path, path, trainer=True)[0]
-        assert again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-6), layout
+        assert again["losses"] == pytest.approx(whole["losses"][3:], rel=1e-6), layout
         assert largest_difference(again, whole) < 5e-6, layout
 
 
