@@ -200,7 +200,7 @@ class Glued(Parts):
         return self.model(inputs_embeds=inputs, labels=functional.pad(ids, (PATCHES, 0), value=-100)).loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)  # with more the tower amplifies rounding
+        return torch.optim.SGD(self.parameters(), lr=0.003)  # with more the tower amplifies rounding
 
 
 class Bare(Parts):
