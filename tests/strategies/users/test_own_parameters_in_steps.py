@@ -106,7 +106,9 @@ class Counting(Stepping):
         return super().loss(batch) * self.count.mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.3)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.1
+        )  # of a loss that is multiplied by up to the number of steps
 
 
 class FailsOnce(Stepping):
