@@ -11,6 +11,7 @@
 import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -28,6 +29,7 @@ _OF_ALL_PARTS = {"data_ptr", "device", "dim", "dtype", "is_floating_point", "ndi
 """What a part of a weight tells as the whole does."""
 _TAKES_ROWS = "chunked_linear_cross_entropy"
 """Our function of a rank's rows and their group."""
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _GIVING = {"get_output_embeddings", "get_input_embeddings"}
 
 
@@ -55,16 +57,25 @@ def check_read_weights(modules: Mapping[str, nn.Module], split: Iterable[str], i
 
 
 def _layers_read(module: nn.Module) -> set[str | nn.Module]:
-    """List the names of layers whose weights the code of ``module`` reads, and what its methods give of such layers."""
+    """List the layers whose weights the code of ``module`` reads, by the last name of those it has not itself."""
     found: set[str | nn.Module] = set()
     for code in _codes_behind(module):
-        for name in [] if _TAKES_ROWS in names_in(code) else _owners_of_weights(code):
-            found.add(getattr(module, name)() if name in _GIVING and hasattr(module, name) else name)
+        for path in [] if _TAKES_ROWS in names_in(code) else _owners_of_weights(code):
+            name = path.rpartition(".")[2]
+            try:
+                owner = attrgetter(path)(module)
+                owner = owner() if name in _GIVING else owner
+            except AttributeError:  # of another object than the module
+                owner = None
+            found.add(owner if isinstance(owner, nn.Module) else name)
     return found
 
 
 def _codes_behind(module: nn.Module) -> Iterator[CodeType]:
-    """Walk through the code of a user's that the forward pass of ``module`` runs: functions and methods by name."""
+    """Walk through the code of a user's that the forward pass of ``module`` runs: functions and methods by name.
+
+    Less than :func:`reachable_code` gives, for which all methods of a class run that calls ``super()``.
+    """
     waiting: list[Any] = [code_of(module)]
     seen = set()
     while waiting:
@@ -81,13 +92,15 @@ def _codes_behind(module: nn.Module) -> Iterator[CodeType]:
 
 
 def _owners_of_weights(code: CodeType) -> Iterator[str]:
-    """Yield ``lm_head`` of ``self.lm_head.weight``, but for what is asked of its dtype or device."""
+    """Yield ``model.lm_head`` of ``self.model.lm_head.weight``, but for what is asked of its dtype or device."""
+    path: list[str] = []
     steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "CALL", "PUSH_NULL")]
-    for before, step, after in zip(steps[:-1], steps[1:], [*steps[2:], steps[-1]], strict=True):
-        is_asked = after.opname in ("LOAD_ATTR", "LOAD_METHOD") and after.argval in _OF_ALL_PARTS
-        is_attribute = step.opname == "LOAD_ATTR" and before.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        if is_attribute and step.argval in _WEIGHTS and not is_asked:
-            yield str(before.argval)
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        is_attribute = step.opname in _ATTRIBUTES
+        is_asked = after is not None and after.opname in _ATTRIBUTES and after.argval in _OF_ALL_PARTS
+        if path and is_attribute and step.argval in _WEIGHTS and not is_asked:
+            yield ".".join(path)
+        path = [*path, str(step.argval)] if is_attribute else []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _owners_of_weights(constant)

@@ -1,9 +1,9 @@
 """Models of transformers of which somebody changed a method or a function that the forward pass of a class calls."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,16 +73,6 @@ def added(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return around
 
 
-@contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def errors(sizes: dict[str, int], config: FSDP2Config) -> dict[str, Any]:
     """Runs on each rank."""
 
@@ -91,9 +81,9 @@ def errors(sizes: dict[str, int], config: FSDP2Config) -> dict[str, Any]:
         return compare(build, sizes, 2, SCHEDULE, config).largest
 
     found = {"method": error("gemma3_text", Gemma3RMSNorm, MeanOfRow)}
-    with changed(modeling_llama, "apply_rotary_pos_emb", rotated):
+    with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", rotated):
         found["function"] = error()
-    with changed(LlamaRMSNorm, "forward", rolled(LlamaRMSNorm.forward)):
+    with mock.patch.object(LlamaRMSNorm, "forward", rolled(LlamaRMSNorm.forward)):
         found["decorator"] = error()
     return found
 
@@ -110,7 +100,10 @@ def test_tokens_that_meet_there(sizes: dict[str, int], config: FSDP2Config, pool
 
 def refuse_what_is_added() -> str:
     """Runs on each rank: what is said of a decorated method that keeps no sum a sum."""
-    with changed(LlamaMLP, "forward", added(LlamaMLP.forward)), pytest.raises(ValueError, match="summed") as caught:
+    with (
+        mock.patch.object(LlamaMLP, "forward", added(LlamaMLP.forward)),
+        pytest.raises(ValueError, match="summed") as caught,
+    ):
         compare(functools.partial(tiny_model, "llama"), {"tp": 2}, 2, SCHEDULE)
     return str(caught.value)
 
@@ -123,9 +116,9 @@ def test_a_decorator_is_to_keep_sums(pool2: Pool) -> None:
 def test_what_is_read() -> None:
     assert keeps_tokens_apart(Root(8))
     assert not keeps_tokens_apart(MeanOfRow(8))
-    with changed(modeling_gemma3.Gemma3RMSNorm, "_norm", MeanOfRow._norm):
+    with mock.patch.object(modeling_gemma3.Gemma3RMSNorm, "_norm", MeanOfRow._norm):
         assert functions_of_users(Gemma3RMSNorm(8)) == [MeanOfRow._norm]
-    with changed(modeling_gemma3.Gemma3RMSNorm, "_norm", property(MeanOfRow._norm)):
+    with mock.patch.object(modeling_gemma3.Gemma3RMSNorm, "_norm", property(MeanOfRow._norm)):
         assert functions_of_users(Gemma3RMSNorm(8)) == [MeanOfRow._norm]
 
 

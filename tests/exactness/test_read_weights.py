@@ -63,6 +63,10 @@ class Harmless(LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         output.loss = output.loss.to(self.lm_head.weight.dtype) + 0.01 * self.model.norm.weight.square().sum()
+        return self.beside(output)
+
+    def beside(self, output: Any) -> Any:
+        output.loss = output.loss + 0.01 * self.extra.lm_head.weight.square().sum()  # whole, under a name of the head's
         return output
 
     def again(self) -> None:
@@ -72,6 +76,8 @@ class Harmless(LlamaForCausalLM):
 def make(kind: type[nn.Module]) -> nn.Module:
     model = tiny_model("llama", tie_word_embeddings=False)
     model.__class__ = kind
+    if kind is Harmless:
+        model.extra = nn.ModuleDict({"lm_head": nn.LayerNorm(8)})
     return model
 
 

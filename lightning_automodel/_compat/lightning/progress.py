@@ -220,7 +220,6 @@ def before_first_batch(
     that has none now: those for which ``had_state`` holds are left out.
     """
     loop = trainer.fit_loop
-    forget_first_batch(trainer)
     restore = loop._load_combined_loader_states
 
     def prepared() -> None:
